@@ -1,4 +1,4 @@
-"""An SDL of Akash as a spec, where one of its services starts torchrun; else as nodes: one for each container."""
+"""An Akash SDL as a spec, if one of its services starts torchrun; otherwise as nodes, one per container."""
 
 from __future__ import annotations
 
@@ -24,23 +24,23 @@ _VERSIONS = ("2.0", "2.1")
 _MOST_CONTAINERS, _MOST_GPUS = 1000, 64
 _SIZE = re.compile(r"([0-9]{1,12}(?:\.[0-9]{1,6})?)([kMGTPE]i?)?B?")
 _UNITS = {unit: index + 1 for index, unit in enumerate("kMGTPE")}
-_OF_IMAGE = {  # what the entrypoint of an image of ours reads
-    "SSH_PUBKEY": "who may log in: give --ssh-key to the export",
-    "DETRAIN_NB_SECRETS": "the names of the secrets: an export writes it anew",
-    "DETRAIN_NB_VOLUME": "where the volume of checkpoints is: an export writes it anew",
+_OF_IMAGE = {  # read by the entrypoint of our images
+    "SSH_PUBKEY": "the keys that may log in: give --ssh-key to the export",
+    "DETRAIN_NB_SECRETS": "the names of the secrets: each export writes them",
+    "DETRAIN_NB_VOLUME": "the mount path of the checkpoint volume: each export writes it",
 }
-_OF_LEASE = "part of the lease: give it as an option of the export"
+_OF_LEASE = "belongs to the lease: give it as an option of the export"
 _MARKET = "providers and prices: give the price as an option of the export"
-_PORTS = "the lease says where sshd is reached: give host, port and user of each node then"
-_OF_GPU = "memory_gb of a node with GPUs is that of one GPU"
+_PORTS = "only the lease has the address of sshd: give each node's host, port and user once it exists"
+_OF_GPU = "for nodes with GPUs, memory_gb is the memory of one GPU"
 _NO_PROGRAM = "no service starts torchrun, so only nodes are imported"
-_NO_RANKS = "starts no torchrun: it is no node"
+_NO_RANKS = "does not start torchrun, so it is not a node"
 _DIFFERS = "differs from that of {}: a spec has one for all nodes"
 
 
 @dataclass(frozen=True)
 class _Service:
-    """One service: where it stands, what each of its containers has, and how many of them there are."""
+    """One service: its part of the document, the resources of each container, and the number of containers."""
 
     name: str
     part: Part
@@ -48,11 +48,11 @@ class _Service:
     count: int
 
     def node_names(self) -> Iterator[str]:
-        """Name each of its containers."""
+        """Yield a name for each of its containers."""
         yield from [self.name] if self.count == 1 else (f"{self.name}-{index}" for index in range(self.count))
 
     def words(self) -> list[str]:
-        """Return the words that a container starts with, as Kubernetes hands them on: it makes one $ of two."""
+        """Return the command and arguments of a container, as Kubernetes passes them on: it reads $$ as $."""
         given = [*self.part.texts("command"), *self.part.texts("args")]
         return [word.replace("$$", "$") for word in given]
 
@@ -72,7 +72,7 @@ def _read(foreign: Foreign) -> Imported:
     whole.leave("endpoints", _OF_LEASE)
     whole.part("profiles").leave("placement", _MARKET)
     services = list(_list_services(whole))
-    each = list({service.name: service for service in services}.values())  # one may be at several placements
+    each = list({service.name: service for service in services}.values())  # a service may have several placements
     started = dict(_find_programs(each))
     if started:
         for section in ("services", "deployment"):
@@ -102,7 +102,7 @@ def _list_services(whole: Whole) -> Iterator[_Service]:
     num_containers = 0
     for name in services:
         deployment.need(name)
-        if len(name) > MOST_NAME_CHARS:  # each of its containers is called after it
+        if len(name) > MOST_NAME_CHARS:  # its containers are named after it
             raise services.fault(name, f"give it a name of at most {MOST_NAME_CHARS} characters")
         for placement in deployment.part(name):
             entry = deployment.part(name).part(placement)
@@ -117,7 +117,7 @@ def _list_services(whole: Whole) -> Iterator[_Service]:
 
 
 def _read_nodes(whole: Whole, services: list[_Service], started: Mapping[str, Launch]) -> None:
-    """Make a node of each container; of a service that has ``started`` ranks, the command line says something, too."""
+    """Put a node for each container; if its service ``started`` ranks, with what the command line sets."""
     index, table = 0, whole.part("services")
     for service in services:
         fields = {**(started[service.name].node if service.name in started else {}), **_read_resources(service)}
@@ -132,7 +132,7 @@ def _read_nodes(whole: Whole, services: list[_Service], started: Mapping[str, La
                 table.stands_for(service.name, f"nodes[{index}].{key}")
             index += 1
     if not index:
-        raise whole.fault("services", "there are none")
+        raise whole.fault("services", "none is deployed: add one to deployment")
     whole.stands_for("services", "nodes")
 
 
@@ -154,11 +154,11 @@ def _read_resources(service: _Service) -> dict[str, Any]:
 
 
 def _read_size(memory: Part) -> float:
-    """Read 4Gi or 512M as GB. Raises: SpecError."""
+    """Return a size such as 4Gi or 512M in GB. Raises: SpecError."""
     size = memory.take("size")
     match = _SIZE.fullmatch(str(size)) if isinstance(size, str | int | float) else None
     if match is None or float(match[1]) <= 0:
-        raise memory.fault("size", "give a size, as 4Gi")
+        raise memory.fault("size", "give a size, such as 4Gi")
     unit = match[2] or ""
     return float(match[1]) * float((1024 if unit.endswith("i") else 1000) ** _UNITS.get(unit[:1], 0)) / 1e9
 
@@ -167,7 +167,7 @@ def _read_size(memory: Part) -> float:
 
 
 def _find_programs(services: list[_Service]) -> Iterator[tuple[str, Launch]]:
-    """Read what each service starts, where that is torchrun. Raises: SpecError."""
+    """Yield the services that start torchrun, with what they start. Raises: SpecError."""
     num_words = 0
     for service in services:
         words = service.words()
@@ -175,17 +175,17 @@ def _find_programs(services: list[_Service]) -> Iterator[tuple[str, Launch]]:
             text = find_text(words)
             commands = [as_words(words)] if text is None else [command.words for command in split_script(text)]
         except SpecError:
-            continue  # of another program: whatever it is, it stays named
+            continue  # it runs some other program, which is reported as left out
         num_words += sum(4 + len(command) + sum(len(word.fills) for word in command) for command in commands)
         if num_words > MOST_VALUES:
-            said = "the services up to here have too many commands, or words in them: give fewer"
+            said = "the services up to here have too many commands, or too many words in them: give fewer"
             raise service.part.fault(_key_of(service), said)
         if launch := _find_program(service, words, commands):
             yield service.name, launch
 
 
 def _find_program(service: _Service, words: list[str], commands: list[list[Word]]) -> Launch | None:
-    """Read what a container starts, where that is torchrun; None where it is something else. Raises: SpecError."""
+    """Return what a container starts if that is torchrun, else None. Raises: SpecError."""
     try:
         if not any(find_launcher(command) for command in commands):
             return None
@@ -196,13 +196,13 @@ def _find_program(service: _Service, words: list[str], commands: list[list[Word]
     fields = found.spec.to_dict()
     node = (fields.pop("nodes", None) or [{}])[0]
     known = {key: value for key, value in node.items() if key in ("ranks", "devices", "python", "workdir")}
-    # which nodes there are, the SDL says
+    # the SDL itself defines the nodes
     left_out = [line for line in found.left_out if not line.startswith(("nodes: ", "node ", "localhost: "))]
     return Launch(fields, node=known, left_out=left_out)
 
 
 def _without_meeting(launch: Launch) -> dict[str, Any]:
-    """What is the same on all nodes: the first one is told of its own address otherwise than the others."""
+    """Return the fields that are equal on all nodes: the first node's endpoint is written differently."""
     return {key: value for key, value in launch.fields.items() if key != "rendezvous"}
 
 
@@ -211,14 +211,14 @@ def _key_of(service: _Service) -> str:
 
 
 def _read_programs(whole: Whole, services: list[_Service], started: Mapping[str, Launch]) -> None:
-    """Take what the first one starts for all nodes, and name what others start instead."""
+    """Use the program of the first service for all nodes, and report services that start another."""
     first = next(iter(started))
     whole.put("name", whole.name_after())
     for key, value in started[first].fields.items():
         whole.put(key, value)
     for launch in started.values():
         for key, value in launch.fields.get("rendezvous", {}).items():
-            if key != "endpoint":  # a service, which the spec has as its first node
+            if key != "endpoint":  # that is a service, which is the first node of the spec
                 whole.put(f"rendezvous.{key}", value)
     for service in services:
         launch = started[service.name]
@@ -241,20 +241,20 @@ def _read_image(services: list[_Service]) -> None:
 
 
 def _read_env(whole: Whole, services: list[_Service]) -> None:
-    """Give the spec the variables that all services have alike, and name the others; a secret has its name alone."""
+    """Put the variables that all services share, and report the others; of a secret only the name is kept."""
     given = {service.name: dict(_read_variables(service)) for service in services}
     times = Counter(item for variables in given.values() for item in variables.items())
     common = Launch({"env": dict(whole.fields.get("env", {})), "secrets": list(whole.fields.get("secrets", []))})
-    token = whole.fields.get("source", {}).get("git", {}).get("token")  # whose script takes it from the ranks
+    token = whole.fields.get("source", {}).get("git", {}).get("token")  # our own script unsets it for the ranks
     for service in services:
         for name, value in given[service.name].items():
             place = f"{service.part.path}.env: {name}"
             if not name:
-                whole.notes.append(f"{service.part.path}.env: has an entry that names no variable")
+                whole.notes.append(f"{service.part.path}.env: an entry has no variable name")
             elif name in _OF_IMAGE:
                 whole.notes.append(f"{place}: {_OF_IMAGE[name]}")
             elif times[name, value] < len(given):
-                whole.notes.append(f"{place}: differs among the services: a spec has one for all nodes")
+                whole.notes.append(f"{place}: differs among the services: a spec has one value for all nodes")
             elif service is services[0] and (value or name != token):
                 _put_variable(common, service, name, value)
     whole.notes += [f"{services[0].part.path}.env: {line}" for line in common.left_out]
@@ -268,7 +268,7 @@ def _put_variable(common: Launch, service: _Service, name: str, value: str) -> N
         if value:
             put_variable(common, name, Word(value))
         else:
-            put_secret(common, name)  # its value is to be filled in
+            put_secret(common, name)  # its value must be filled in
     except SpecError as exc:
         raise service.part.fault("env", str(exc)) from None
 
@@ -276,8 +276,8 @@ def _put_variable(common: Launch, service: _Service, name: str, value: str) -> N
 def _read_variables(service: _Service) -> Iterator[tuple[str, str]]:
     for text in service.part.texts("env"):
         name, has_value, value = text.partition("=")
-        # what is no name and has no value may be a secret
+        # an entry that is not a name, and has no value, may be a secret
         yield name if has_value or VARIABLE.fullmatch(name) else "", value.replace("$$", "$")
 
 
-AKASH = Importer(_is_one, _read, "an SDL of Akash")
+AKASH = Importer(_is_one, _read, "an Akash SDL")

@@ -1,4 +1,4 @@
-"""DeTrain's console: what it stores of a pipeline in MongoDB, a record or its ``state`` alone, as a spec."""
+"""A pipeline of DeTrain's console, as stored in MongoDB (a record, or only its ``state``), as a spec."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from .reading import Part, Whole
 
 _NUMBERS = {"$numberInt": int, "$numberLong": int, "$numberDouble": float}  # of MongoDB's extended JSON
 _FORMS = ("parallelForm", "nodesForm", "trainingScriptForm")
-_NO_SSH = "the agent's; a node is reached over SSH: give port where sshd does not listen on 22"
-_OWN_FOLDER = "each job clones into a folder of its own"
-_PASSWORD = "a spec keeps no password: give source.git.token, the name of the variable that holds a token"
+_NO_SSH = "is for DeTrain's agent, but nodes are reached over SSH: give port if sshd does not listen on 22"
+_OWN_FOLDER = "each job clones into its own folder"
+_PASSWORD = "a spec contains no password: give source.git.token, the name of the variable that holds a token"
 _OF_CONSOLE = "belongs to the console, not to the pipeline"
 
 
@@ -33,7 +33,7 @@ def _read(foreign: Foreign) -> Imported:
     content = foreign.content
     if isinstance(content, list):
         if len(content) != 1:
-            raise SpecError(f"{foreign.name}: has {len(content)} records: give one of them")
+            raise SpecError(f"{foreign.name}: has {len(content)} records: give a file with one of them")
         content = content[0]
     whole = Whole(foreign, _make_plain(content))
     state = whole.part("state") if "state" in whole else whole
@@ -52,7 +52,7 @@ def _read(foreign: Foreign) -> Imported:
 
 
 def _make_plain(value: Any) -> Any:
-    """Return the content with the numbers of extended JSON as numbers."""
+    """Return the content with numbers of extended JSON as plain numbers."""
     if isinstance(value, list):
         return [_make_plain(item) for item in value]
     if not isinstance(value, dict):
@@ -69,12 +69,12 @@ def _read_general(whole: Whole, form: Part) -> None:
     form.need("type")
     axis = {"pipeline": "pp", "tensor": "tp"}.get(form.text("type"))
     if axis is None:
-        raise form.fault("type", 'is neither "pipeline" nor "tensor"')
+        raise form.fault("type", 'give "pipeline" or "tensor"')
     whole.put("parallelism", {axis: -1, "dp_shard": 1})  # all ranks, as in DeTrain
     name = form.text("modelName")
     whole.put("name", whole.name_after(name))
     if name and whole.fields["name"] != name:
-        form.leave("modelName", f"is no name of a pipeline: it is called {whole.fields['name']}")
+        form.leave("modelName", f"is not a valid pipeline name: replaced by {whole.fields['name']}")
     form.carry("epochs", "training.epochs")
     form.carry("batchSize", "training.batch_size")
     form.carry("learningRate", "training.learning_rate")
@@ -87,7 +87,7 @@ def _read_nodes(whole: Whole, form: Part, general: Part) -> None:
     count = general.whole_number("nnodes", len(nodes), least=1 if "nnodes" in general else 0)
     if not nodes:
         for key in ("nnodes", "nprocPerNode"):
-            general.leave(key, "the record names no nodes: add nodes, each with its host and ranks")
+            general.leave(key, "the record has no nodes: add nodes, each with its host and ranks")
     elif count != len(nodes):
         raise general.fault("nnodes", f"{count}, but {form.path}.nodes has {len(nodes)}: give the same number")
     hosts = [node.text("ip") for node in nodes]
@@ -106,19 +106,19 @@ def _read_nodes(whole: Whole, form: Part, general: Part) -> None:
 
 
 def _read_meeting(form: Part, *, is_pipeline: bool) -> None:
-    """Where the ranks meet: in a pipeline at the master node, else at the rendezvous."""
+    """Read where the ranks meet: at the master node for a pipeline, otherwise at the rendezvous backend."""
     master, backend = form.part("masterNode"), form.part("rendezvousBackend")
     used, host = (master, "address") if is_pipeline else (backend, "hostIP")
     if used.look(host) in ("", "localhost", "127.0.0.1") and "nodes" in form:
-        used.leave(host, "the other nodes do not reach the first one there: give rendezvous.endpoint")
+        used.leave(host, "the other nodes cannot reach the first one there: give rendezvous.endpoint")
     else:
         used.carry(host, "rendezvous.endpoint")
     used.carry("port", "rendezvous.port")
     backend.leave("backend", "a job chooses c10d or static itself")
     if is_pipeline:
-        form.leave("rendezvousBackend", "for tensor parallelism alone: the ranks of a pipeline meet at masterNode")
+        form.leave("rendezvousBackend", "is only for tensor parallelism: the ranks of a pipeline meet at masterNode")
     else:
-        form.leave("masterNode", "for pipelines alone: the ranks of tensor parallelism meet at rendezvousBackend")
+        form.leave("masterNode", "is only for pipelines: tensor-parallel ranks meet at rendezvousBackend")
         name = backend.look("id")
         backend.carry("id", "rendezvous.id", str(name) if type(name) is int else name)
 
@@ -142,4 +142,4 @@ def _read_source(whole: Whole, form: Part) -> None:
     form.leave("isClone", _OWN_FOLDER)
 
 
-DETRAIN = Importer(_is_one, _read, "a pipeline of DeTrain's console, as MongoDB has it")
+DETRAIN = Importer(_is_one, _read, "a pipeline of DeTrain's console, as stored in MongoDB")

@@ -1,4 +1,4 @@
-"""Lists of hosts as Slurm and MPI have them, as nodes: ``gpu[01-04,07]``, ``gpu1 slots=8``, ``gpu1:8``, one a line."""
+"""Host lists of Slurm and MPI as nodes: ``gpu[01-04,07]``, ``gpu1 slots=8`` or ``gpu1:8``, one per line."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["HOSTFILE", "expand_hosts"]
 
 _MOST_SLOTS = 1024
 _MOST_CHARS = 253  # of a host name
-_MOST_TIMES = 500_000  # that hosts are named
+_MOST_TIMES = 500_000  # mentions of hosts in all
 _LINE = re.compile(r"(\S++)((?:[ \t]++[A-Za-z_][\w-]*+[ \t]*+=[ \t]*+[^\s=]++)*+)[ \t]*+")
 _HOSTS = re.compile(r"(?:\w++@)?(?:[\w.-]|\[[\d,-]++\])++(?:,(?:[\w.-]|\[[\d,-]++\])++)*+(?::\d++)?", re.ASCII)
 _GIVES_SLOTS = re.compile(r"\S++[ \t]++slots=\d")
@@ -26,7 +26,7 @@ _NUMBERS = re.compile(r"(\d{1,12})(?:-(\d{1,12}))?", re.ASCII)
 
 
 def expand_hosts(text: str) -> list[str]:
-    """Write out a list of Slurm's, as ``gpu[01-04,07],login1``; what is too long is refused before it is made.
+    """Expand a Slurm host list, such as ``gpu[01-04,07],login1``; too long a list is refused before it is built.
 
     Raises: SpecError.
     """
@@ -49,7 +49,7 @@ def expand_hosts(text: str) -> list[str]:
         if len(names[0]) > _MOST_CHARS:
             raise SpecError(f"{shown(names[0], most=60)}...: a host name has at most {_MOST_CHARS} characters")
     if end != len(text) or "" in (found := found + names):
-        raise SpecError(f"{shown(repr(text), most=60)}: give hosts with commas, as gpu[01-04,07],login1")
+        raise SpecError(f"{shown(repr(text), most=60)}: give hosts with commas, such as gpu[01-04,07],login1")
     return found
 
 
@@ -59,7 +59,7 @@ def _expand_numbers(text: str) -> list[str]:
         match = _NUMBERS.fullmatch(part)
         first, last = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
         if match is None or last < first:
-            raise SpecError(f"[{shown(text, most=60)}]: give numbers and ranges, as [01-04,07]")
+            raise SpecError(f"[{shown(text, most=60)}]: give numbers and ranges, such as [01-04,07]")
         if last - first + len(numbers) >= MOST_NODES:
             raise _too_many(f"[{text}]")
         numbers += [str(number).zfill(len(match[1])) for number in range(first, last + 1)]
@@ -77,7 +77,7 @@ def _lines(text: str) -> Iterator[tuple[int, str]]:
 
 
 def _is_one(foreign: Foreign) -> bool:
-    """A line that gives slots is enough: what is wrong with the others is told where they are read."""
+    """Recognize a host list: one line with slots is enough, as faults of the others are reported on reading."""
     if foreign.suffix or foreign.text.startswith("#!") or "#SBATCH" in foreign.text:
         return False
     lines = [line for _, line in _lines(foreign.text)]
@@ -95,7 +95,7 @@ def _read(foreign: Foreign) -> Imported:
             hosts, count, unused = _read_line(line)
             times += len(hosts)
             if times > _MOST_TIMES:
-                raise SpecError(f"hosts are named more than {_MOST_TIMES:,} times: give each once, with its slots")
+                raise SpecError(f"more than {_MOST_TIMES:,} mentions of hosts: give each once, with its slots")
             for host in hosts:
                 slots[host] = slots.get(host, 0) + (count or 1)
                 has_slots.update([host] if count or slots[host] > 1 else [])
@@ -108,7 +108,7 @@ def _read(foreign: Foreign) -> Imported:
         for name in unused:
             left_out.setdefault(name, number)
     if not slots:
-        raise SpecError(put_place(foreign.name, "names no host: give one a line"))
+        raise SpecError(put_place(foreign.name, "has no hosts: give one per line"))
     nodes = [_make(foreign, host, slots[host] if host in has_slots else None) for host in slots]
     return Imported(
         "hostfile",
@@ -118,15 +118,15 @@ def _read(foreign: Foreign) -> Imported:
 
 
 def _read_line(line: str) -> tuple[list[str], int, list[str]]:
-    """Return the hosts, how many ranks each has (0: not said) and the names of what else is said of them."""
+    """Return the hosts of a line, the ranks of each (0: not given), and the names of its other settings."""
     match = _LINE.fullmatch(line)
     if match is None or not _HOSTS.fullmatch(match[1]):
-        raise SpecError(f"{shown(repr(line), most=60)}: give a host, as gpu1, gpu[01-04], gpu1 slots=8 or gpu1:8")
+        raise SpecError(f"{shown(repr(line), most=60)}: give a host, as in gpu1, gpu[01-04], gpu1 slots=8 or gpu1:8")
     text, colon, count = match[1].partition(":")
     settings = dict(_SETTING.findall(match[2]))
     count = settings.pop("slots", settings.pop("np", count))
     if count and (not re.fullmatch("[0-9]{1,9}", count) or not 1 <= int(count) <= _MOST_SLOTS):
-        advice = "; a port goes into a nodes file" if colon else ""
+        advice = "; if it is a port, give it in a nodes file" if colon else ""
         raise SpecError(f"{shown(count, most=60)} slots: give a number, 1 to {_MOST_SLOTS:,}{advice}")
     return expand_hosts(text), int(count or 0), list(settings)
 
@@ -139,4 +139,4 @@ def _make(foreign: Foreign, host: str, ranks: int | None) -> Node:
         raise SpecError(put_place(foreign.name, f"{shown(host, most=60)}: {str(exc).splitlines()[0]}")) from None
 
 
-HOSTFILE = Importer(_is_one, _read, "a list of hosts, as Slurm and MPI have it")
+HOSTFILE = Importer(_is_one, _read, "a host list of Slurm or MPI")

@@ -1,4 +1,4 @@
-"""Hypha's jobs: those of its RFC, as JSON or as the RFC writes it, and those of today's scheduler, in TOML."""
+"""Hypha's jobs as specs: those of its RFC, in JSON or the RFC's notation, and those of its scheduler, in TOML."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from .reading import Part, Whole, write_step
 from .relaxed_json import read_relaxed
 
 _SCRIPT = "torch_training.py"  # that of the RFC
-_NO_SCRIPT = f"source: a Hypha job names no script, since its workers bring their own: write {_SCRIPT}, with job_spec()"
-_NOT_YET = 'belongs to DiLoCo: a spec has the algorithm "sync" alone so far, where replicas agree in every step'
-_ROUNDS = f"{_NOT_YET}; training.steps covers as many samples, if max_batch_size is given"
-_PLACEHOLDER = "a placeholder: nothing is filled in"
+_NO_SCRIPT = f"source: a Hypha job has no script, as its workers bring their own: write {_SCRIPT}, with job_spec()"
+_NOT_YET = 'belongs to DiLoCo: a spec has only the algorithm "sync" yet, which synchronizes replicas in every step'
+_ROUNDS = f"{_NOT_YET}; with max_batch_size, training.steps covers the same number of samples"
+_PLACEHOLDER = "is a placeholder without a value"
 _LEFT_OPEN = "left open"
-_TOKEN = "a spec keeps no token: name the variable that holds it in secrets"
-_MARKET = "demands and prices of Hypha's market of workers: give nodes, each with its host"
+_TOKEN = "a spec contains no token: name the variable that holds it in secrets"
+_MARKET = "requirements and prices for Hypha's worker market: give nodes, each with its host"
 _OF_NETWORK = "belongs to Hypha's own network: nodes are reached over SSH"
 _BY_SCRIPT = "the script decides it"
-_NO_SUCH_SCHEDULE = "a spec has no such schedule of the learning rate"
+_NO_SUCH_SCHEDULE = "a spec has no such learning rate schedule"
 
 _IS_RFC = re.compile(r"""\btraining_definition["']?\s*:""")
 _IS_PLACEHOLDER = re.compile(r"<[^<>]*>")
@@ -57,11 +57,11 @@ def _read_rfc(foreign: Foreign) -> Whole:
     whole.notes += [f"{place}: {_PLACEHOLDER}" for place in dict.fromkeys(placeholders)]
     whole.notes += [f"{place}: {_LEFT_OPEN}" for place in dict.fromkeys(left_open)]
     if whole.text("driver", "torch_distributed") != "torch_distributed":
-        raise whole.fault("driver", 'a text: give "torch_distributed", the one that the RFC has')
+        raise whole.fault("driver", 'give "torch_distributed", the only one in the RFC')
     job = whole.text("job_id")
     whole.put("name", whole.name_after(job))
     if job and whole.fields["name"] != job:
-        whole.leave("job_id", f"is no name of a pipeline: it is called {whole.fields['name']}")
+        whole.leave("job_id", f"is not a valid pipeline name: replaced by {whole.fields['name']}")
     whole.carry("model", "model.url")
     data, training = whole.part("data"), whole.part("training_definition")
     data.carry("location", "data.url")
@@ -73,14 +73,14 @@ def _read_rfc(foreign: Foreign) -> Whole:
     _carry_schedule(training, "lr_scheduler")
     if isinstance(training.look("accelerate_config"), dict):
         config = training.part("accelerate_config")
-        config.leave("num_processes", "how many ranks a worker has: give nodes, each with its ranks")
+        config.leave("num_processes", "is the number of ranks of a worker: give nodes, each with its ranks")
         if precision := _PRECISIONS.get(str(config.look("mixed_precision"))):
             config.carry("mixed_precision", "parallelism.precision", precision)
     return whole
 
 
 def _without_placeholders(value: Any, place: str, found: list[str]) -> Any:
-    """Return the value without what is still to be filled in, and name the places."""
+    """Return the value without its placeholders, and append their places to ``found``."""
     if isinstance(value, dict):
         return {key: _without_placeholders(item, write_step(place, key), found) for key, item in value.items()}
     if isinstance(value, list):
@@ -100,7 +100,7 @@ def _carry_schedule(part: Part, key: str) -> None:
         part.leave(key, _NO_SUCH_SCHEDULE)
 
 
-# The scheduler of today
+# The scheduler
 
 
 def _read_scheduler(foreign: Foreign) -> Whole:
@@ -112,14 +112,14 @@ def _read_scheduler(foreign: Foreign) -> Whole:
                 part.leave(key, _OF_NETWORK)
     job = scheduler.part("job")
     if job.text("type", "diloco") != "diloco":
-        raise job.fault("type", 'a text: give "diloco", the one that Hypha has')
+        raise job.fault("type", 'give "diloco", the only one in Hypha')
     job.leave("type", _NOT_YET)
     whole.put("name", whole.name_after())
     _read_model(job)
     _read_training(whole, job)
-    job.leave("preprocessor", "a spec has no preprocessor: the script makes its own")
-    job.leave("model_destination", "a job uploads nothing: fetch what it wrote, or have the script do so")
-    job.leave("metrics", "a job writes its metrics itself")
+    job.leave("preprocessor", "a spec has no preprocessor: the script creates its own")
+    job.leave("model_destination", "a job uploads nothing: fetch its files, or upload them in the script")
+    job.leave("metrics", "a job records its own metrics")
     return whole
 
 
@@ -135,7 +135,7 @@ def _read_model(job: Part) -> None:
         model.leave(key, _BY_SCRIPT)
     for part, key in ((job, "dataset_name"), (dataset, "dataset")):
         if key in part:
-            part.carry(key, "data.url")  # a data node names it after its folder
+            part.carry(key, "data.url")  # data nodes name a dataset after its folder
             job.whole.put("data.format", "safetensors")
 
 
@@ -143,7 +143,7 @@ def _read_training(whole: Whole, job: Part) -> None:
     optimizer, rounds, resources = (job.part(key) for key in ("inner_optimizer", "rounds", "resources"))
     spellings = [key for key in ("learning-rate", "learning_rate") if key in optimizer]
     if len(spellings) == 2:
-        raise optimizer.fault("learning_rate", "stands there as learning-rate, too: leave out one")
+        raise optimizer.fault("learning_rate", "is also given as learning-rate: leave out one")
     for key in spellings:
         optimizer.carry(key, "training.learning_rate")
     if "schedule" in optimizer:
@@ -170,4 +170,4 @@ def _read_training(whole: Whole, job: Part) -> None:
         rounds.leave(key, _ROUNDS)
 
 
-HYPHA = Importer(_is_one, _read, "a job of Hypha: that of its RFC, or of its scheduler")
+HYPHA = Importer(_is_one, _read, "a Hypha job: of its RFC, or of its scheduler")

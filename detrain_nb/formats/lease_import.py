@@ -1,4 +1,4 @@
-"""What Akash says of a lease, as nodes; how one is read is in spec/lease.py."""
+"""An Akash lease's status as nodes; spec/lease.py parses it."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from .reading import NO_FIELD, Steps, name_places, write_steps
 __all__ = ["LEASE"]
 
 _COUNTS = ("available", "total", "replicas", "updated_replicas", "ready_replicas", "available_replicas")
-_ONE = "a node is one container: give its service count 1 in the SDL"
-_OWN_ADDRESS = "the service has an address of its own"
+_ONE = "a node is one container: set the count of its service to 1 in the SDL"
+_OWN_ADDRESS = "is not used, as the service has its own address"
 
 
 def _is_one(foreign: Foreign) -> bool:
@@ -28,7 +28,7 @@ def _read(foreign: Foreign) -> Imported:
 
 
 def _list_left_out(content: Any) -> Iterator[tuple[Steps, str]]:
-    """Say where stands what a node has no place for, and why, in leases that were read."""
+    """Yield the places in parsed leases for which nodes have no field, with the reason."""
     for number, lease in enumerate(content if isinstance(content, list) else [content]):
         at: Steps = (number,) if isinstance(content, list) else ()
         tables = list_tables(lease)
@@ -59,10 +59,10 @@ def _list_ways(table: str, service: str, said: list[Any], way: tuple[str, int] |
     names = WAYS[table]
     if others := [entry.get(names[1]) for index, entry in enumerate(said) if (table, index) != way]:
         ports = ", ".join(shown(str(port), most=20) for port in others)
-        yield (), f"a node is reached at one port alone, that of sshd, and not at {ports}"
+        yield (), f"a node has only one port, that of sshd, and not {ports}"
     if chosen == table:
         unread = {key: value for key, value in said[number].items() if key not in names}
         yield from (((number, *steps), reason) for steps, reason in _list_state(service, unread))
 
 
-LEASE = Importer(_is_one, _read, "what Akash says of a lease")
+LEASE = Importer(_is_one, _read, "the status of an Akash lease")

@@ -1,4 +1,4 @@
-"""Ravnest's node_configs.json, and the files that it makes of it for single nodes, as nodes."""
+"""Ravnest's node_configs.json, and the files for single nodes that it generates, as nodes."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from .relaxed_json import read_relaxed
 
 __all__ = ["RAVNEST"]
 
-_ITS_PORT = "is where gRPC listens, and nodes are reached over SSH: give nodes.port if sshd has another one than 22"
-_ITS_SPLIT = "Ravnest's own split of a model, which a spec says by its axes"
+_ITS_PORT = "is for gRPC, but nodes are reached over SSH: give nodes.port if sshd does not listen on 22"
+_ITS_SPLIT = "Ravnest's own split of the model, for which a spec has mesh axes"
 
 
 def _content(foreign: Foreign) -> Any:
-    """What stands there, with comments as its documentation has them; None where that is no such file."""
+    """Return the content, which may have comments as in Ravnest's documentation; None if it is no such file."""
     if foreign.suffix not in ("", ".json") or not ('"IP"' in foreign.text or '"node_type"' in foreign.text):
         return None
     try:
@@ -40,7 +40,7 @@ def _is_one(foreign: Foreign) -> bool:
 def _read(foreign: Foreign) -> Imported:
     content, left_open = read_relaxed(foreign.text, where=foreign.name)
     whole = Whole(foreign, content)
-    whole.notes += [f"{place}: is left open (...)" for place in left_open]
+    whole.notes += [f"{place}: left open (...)" for place in left_open]
     if "node_id" in whole:
         whole.carry("local_host", "nodes[0].host", whole.text("local_host"))
         whole.leave("local_port", _ITS_PORT)
@@ -50,20 +50,20 @@ def _read(foreign: Foreign) -> Imported:
         return whole.imported_nodes("ravnest")
     keys = list(whole)
     if not 1 <= len(keys) <= MOST_NODES:
-        raise SpecError(put_place(foreign.name, f"names {count_of(len(keys), 'node')}: give 1 to {MOST_NODES:,}"))
+        raise SpecError(put_place(foreign.name, f"has {count_of(len(keys), 'node')}: give 1 to {MOST_NODES:,}"))
     hosts = [_read_node(whole.part(key), f"nodes[{index}]") for index, key in enumerate(keys)]
     times = Counter(hosts)
     for index, key in enumerate(keys):
-        if times[hosts[index]] > 1:  # several of its nodes are on one machine
+        if times[hosts[index]] > 1:  # several nodes are on one machine
             whole.put(f"nodes[{index}].name", f"node-{key}")
     return whole.imported_nodes("ravnest")
 
 
 def _read_node(part: Part, node: str) -> str:
-    """Put what is said of one node into its fields; returns its host."""
+    """Put the settings of one node into the fields of ``node``; returns its host."""
     user, host, port, _ = split_target(part.text("IP"))
     if user is not None or not host:
-        raise part.fault("IP", "give an address and a port, as 10.0.0.5:8080")
+        raise part.fault("IP", "give an address and a port, such as 10.0.0.5:8080")
     part.carry("IP", f"{node}.host", host)
     if port is not None:
         part.whole.notes.append(f"{part.path}.IP: its port {port[:20]} {_ITS_PORT}")
@@ -73,4 +73,4 @@ def _read_node(part: Part, node: str) -> str:
     return host
 
 
-RAVNEST = Importer(_is_one, _read, "Ravnest's node_configs.json, or a nodes/node_*.json of it")
+RAVNEST = Importer(_is_one, _read, "Ravnest's node_configs.json, or its nodes/node_*.json")

@@ -1,10 +1,10 @@
-"""A document of another tool, read part by part into a spec: what was not used is named, a fault has its place.
+"""A document of another tool, read part by part into a spec: unused values are reported, faults have their place.
 
 whole = Whole(foreign)
 form = whole.part("state").part("form")
-form.carry("epochs", "training.epochs")      # the spec says what it may be; the fault has the place in the file
+form.carry("epochs", "training.epochs")      # the spec validates it; a fault has the place in the file
 form.leave("wallet", "a spec has no owner")
-return whole.imported("detrain")             # with everything that was neither carried nor left
+return whole.imported("detrain")             # reports everything that was neither carried nor left
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Steps = tuple[str | int, ...]
 
 
 class Part:
-    """A table in a document; one that is not there is empty. None is what is not there."""
+    """A table in a document; a missing one is empty. None counts as missing."""
 
     def __init__(self, whole: Whole, table: Mapping[str, Any], steps: Steps = ()) -> None:
         self.whole, self.steps = whole, steps
@@ -46,78 +46,78 @@ class Part:
 
     @property
     def path(self) -> str:
-        """Where it stands, as ``state.nodes[0]``."""
+        """The place of the table, such as ``state.nodes[0]``."""
         return write_steps(self.steps)
 
     def part(self, key: str) -> Part:
-        """Return the table of that name. Raises: SpecError where something else has the name."""
+        """Return the table of that name. Raises: SpecError when the value is not a table."""
         value = self._table.get(key, {})
         if not isinstance(value, dict):
             raise self.fault(key, f"{_show(value)}: give a table of names and values")
         return Part(self.whole, value, (*self.steps, key))
 
     def parts(self, key: str) -> list[Part]:
-        """Return the tables in the list of that name. Raises: SpecError."""
+        """Return the tables in the list of that name. Raises: SpecError when the value is not a list of tables."""
         value = self._table.get(key, [])
         if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
             raise self.fault(key, f"{_show(value)}: give a list of tables")
         return [Part(self.whole, item, (*self.steps, key, index)) for index, item in enumerate(value)]
 
     def look(self, key: str) -> Any:
-        """Return what stands there, whatever it is; it is not used by that."""
+        """Return the value, of any type, without marking it as used."""
         return self._table.get(key)
 
     def take(self, key: str) -> Any:
-        """Return what stands there, whatever it is, as used."""
+        """Return the value, of any type, and mark it as used."""
         self.whole.used.add((*self.steps, key))
         return self._table.get(key)
 
     def text(self, key: str, default: str = "") -> str:
-        """Return a text, as used. Raises: SpecError."""
+        """Return a string, and mark it as used. Raises: SpecError."""
         return self._only(key, default, str, "a text")  # type: ignore[no-any-return]
 
     def texts(self, key: str) -> list[str]:
-        """Return the texts in a list, or the only one. Raises: SpecError."""
+        """Return a list of strings, or a single string as a list, and mark it as used. Raises: SpecError."""
         value = self._only(key, [], (str, list), "a list of texts")
         if not all(isinstance(item, str) for item in value):
             raise self.fault(key, f"{_show(value)}: give a list of texts")
         return [value] if isinstance(value, str) else value
 
     def flag(self, key: str, default: bool = False) -> bool:
-        """Return true or false, as used. Raises: SpecError."""
+        """Return a boolean, and mark it as used. Raises: SpecError."""
         return self._only(key, default, bool, "true or false")  # type: ignore[no-any-return]
 
     def whole_number(self, key: str, default: int = 0, *, least: int = 0, most: int = _MOST) -> int:
-        """Return a whole number, as used. Raises: SpecError."""
+        """Return a whole number, and mark it as used. Raises: SpecError."""
         value = self._only(key, default, int, advice := f"a whole number, {least} to {most:,}")
         if key in self and not least <= value <= most:
             raise self.fault(key, f"{value}: give {advice}")
         return value  # type: ignore[no-any-return]
 
     def need(self, *keys: str) -> None:
-        """Raises: SpecError where nothing stands there."""
+        """Check that keys are present. Raises: SpecError for the first that is missing."""
         for key in keys:
             if key not in self:
                 raise self.fault(key, "is missing")
 
     def carry(self, key: str, field: str, value: Any = None) -> None:
-        """Put what stands there, or the ``value`` that was made of it, into a field of the spec: nodes[0].host."""
+        """Put the value, or the ``value`` made from it, into a field of the spec, such as nodes[0].host."""
         self.stands_for(key, field)
         if key in self:
             found = self.take(key)
             self.whole.put(field, found if value is None else value)
 
     def stands_for(self, key: str, field: str) -> None:
-        """Have a fault of that field of the spec told at this place."""
+        """Report faults of that field of the spec at this place."""
         self.whole.origins[field] = (*self.steps, key)
 
     def leave(self, key: str, reason: str = NO_FIELD) -> None:
-        """Name what stands there, with all below it, as left out."""
+        """Report the value, with everything in it, as left out."""
         if key in self:
             self.whole.left[(*self.steps, key)] = reason
 
     def fault(self, key: str, said: str) -> SpecError:
-        """Make the error that says what is wrong with what stands there."""
+        """Return the error for the value of a key."""
         return self.whole.fault((*self.steps, key), said)
 
     def _only(self, key: str, default: Any, kinds: Any, advice: str) -> Any:
@@ -128,7 +128,7 @@ class Part:
 
 
 class Whole(Part):
-    """A whole document, and the spec that is made of it. Raises: SpecError where the document is no table."""
+    """A whole document, and the spec that is built from it. Raises: SpecError when the document is not a table."""
 
     def __init__(self, foreign: Foreign, content: Any = None) -> None:
         self.where, self.stem = foreign.name, foreign.stem
@@ -139,12 +139,12 @@ class Whole(Part):
         self.fields: dict[str, Any] = {}
         self.used: set[Steps] = set()
         self.left: dict[Steps, str] = {}
-        self.notes: list[str] = []  # what the document does not say, and the spec has to have
+        self.notes: list[str] = []  # what the document lacks but the spec needs
         self.origins: dict[str, Steps] = {}
         super().__init__(self, content)
 
     def put(self, field: str, value: Any) -> None:
-        """Put a value into a field of the spec, as nodes[0].host."""
+        """Put a value into a field of the spec, such as nodes[0].host."""
         *above, last = [int(step) if step.isdigit() else step for step in _STEP.findall(field)]
         table: Any = self.fields
         for step, below in zip(above, [*above, last][1:], strict=True):
@@ -156,16 +156,16 @@ class Whole(Part):
         table[last] = value
 
     def name_after(self, text: str = "") -> str:
-        """Return a name for the pipeline: of the text, else of the file."""
+        """Return a name for the pipeline, derived from the text, else from the file name."""
         return make_name(text, default=make_name(self.stem, default="imported"))
 
     def fault(self, steps: Steps | str, said: str) -> SpecError:
-        """Make the error that says what is wrong with what stands there."""
+        """Return the error for the value at a place."""
         path = write_steps(steps if isinstance(steps, tuple) else (steps,))
         return SpecError(put_place(self.where, put_place(path, said)))
 
     def imported(self, kind: str) -> Imported:
-        """Make the spec, and name what it does not hold. Raises: SpecError with the place in the document."""
+        """Build the spec, with the list of what was left out. Raises: SpecError with the place in the document."""
         try:
             spec = PipelineSpec.from_dict(self.fields)
         except FieldError as exc:
@@ -173,7 +173,7 @@ class Whole(Part):
         return Imported(kind, spec, left_out=self.list_left_out())
 
     def imported_nodes(self, kind: str) -> Imported:
-        """Make the nodes of ``fields`` alone. Raises: SpecError with the place in the document."""
+        """Build only the nodes of ``fields``. Raises: SpecError with the place in the document."""
         nodes = []
         for index, table in enumerate(self.fields.get("nodes", [])):
             try:
@@ -186,7 +186,7 @@ class Whole(Part):
         return Imported(kind, nodes=tuple(nodes), left_out=self.list_left_out())
 
     def list_left_out(self) -> tuple[str, ...]:
-        """Name what was neither used nor left for a reason of its own: by reasons, in the order of the document."""
+        """Return the notes, and a line per reason with the places left out, in the order of the document."""
         return (*self.notes, *name_places(self._walk(self.content, (), "")))
 
     def _walk(self, value: Any, steps: Steps, place: str) -> Iterator[tuple[str, str]]:
@@ -204,7 +204,7 @@ class Whole(Part):
             yield place, NO_FIELD
 
     def _tell(self, field: str, said: str) -> str:
-        """Write a fault of the spec with the place that its value has in the document, or else the field."""
+        """Return a fault of the spec at the place of its value in the document, or else at the field."""
         ends = [len(field), *reversed([match.start() for match in re.finditer(r"[.\[]", field)])]
         found = next((field[:end] for end in ends if field[:end] in self.origins), "")
         path = f"{write_steps(self.origins[found])}{field[len(found) :]}" if found else field
@@ -212,7 +212,7 @@ class Whole(Part):
 
 
 def name_places(found: Iterable[tuple[str, str]]) -> Iterator[str]:
-    """Write a line for each reason, with the places that have it."""
+    """Yield a line for each reason, with its places."""
     places: dict[str, list[str]] = {}
     for place, reason in found:
         places.setdefault(reason, []).append(place)
@@ -220,12 +220,12 @@ def name_places(found: Iterable[tuple[str, str]]) -> Iterator[str]:
 
 
 def write_steps(steps: Steps) -> str:
-    """Write a place in a document, as state.nodes[0]."""
+    """Return a place in a document as text, such as state.nodes[0]."""
     return reduce(write_step, steps, "")
 
 
 def write_step(place: str, step: str | int) -> str:
-    """Write the place one step below another one; of a long one the end alone: there may be many below it."""
+    """Return the place one step below another; a long one is cut to its end, as there may be many below it."""
     place = place if len(place) <= _MOST_PLACE_CHARS else f"...{place[-_MOST_PLACE_CHARS // 2 :]}"
     if isinstance(step, int):
         return f"{place}[{step}]"
@@ -233,7 +233,7 @@ def write_step(place: str, step: str | int) -> str:
 
 
 def _show(value: Any) -> str:
-    """What a message may have of a value that is of another type than it has to be: a secret may stand there."""
+    """Return a value of the wrong type as an error may show it: strings are hidden, as they may be secret."""
     if isinstance(value, str):
         return "a text"
     return {dict: "a table", list: "a list", type(None): "null"}.get(type(value)) or show(value)

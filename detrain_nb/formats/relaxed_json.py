@@ -1,7 +1,7 @@
-"""JSON as people write it in a text: names without quotes, comments, <PLACEHOLDERS>, a comma too few or too many.
+"""JSON as people write it in documents: names without quotes, comments, <PLACEHOLDERS>, missing or extra commas.
 
-Whatever is JSON is read as JSON. ``...`` stands for what was left open: it gives no value, and its place is told.
-Each sign is looked at once, so the time grows with the length alone.
+Valid JSON is read as JSON. ``...`` marks what was left open: it has no value, and its place is returned.
+Each character is read once, so the time is linear in the length.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _AT_END = ("end", "")
 
 
 def read_relaxed(text: str, *, where: str = "") -> tuple[Any, tuple[str, ...]]:
-    """Read what a text holds, and the places where it has ``...``; ``where`` is what errors begin with.
+    """Return the content of a text, and the places where it has ``...``; ``where`` begins each error.
 
     Raises: SpecError.
     """
@@ -74,7 +74,7 @@ class _Reader:
         self._step()
         value = self._value("", 0)
         if self._kind != "end":
-            raise self._fault(f"{shown(repr(self._token), most=60)} stands behind the end: leave it out")
+            raise self._fault(f"{shown(repr(self._token), most=60)} follows the end: leave it out")
         return value
 
     def _split(self) -> Iterator[tuple[str, str]]:
@@ -83,14 +83,14 @@ class _Reader:
             self._at = end
             found = _TOKEN.match(self._text, end)
             if found is None:
-                raise self._fault(f"{self._text[end]!r} cannot stand here, or begins what does not end")
+                raise self._fault(f"unexpected or unclosed {self._text[end]!r}")
             end = found.end()
             if found.lastgroup != "blank":
                 yield str(found.lastgroup), found[0]
         self._at = end
 
     def _step(self) -> str:
-        """Return the token, and go on to the next one."""
+        """Return the token, and advance to the next one."""
         before = self._token
         self._kind, self._token = next(self._tokens, _AT_END)
         return before
@@ -136,7 +136,7 @@ class _Reader:
         return items
 
     def _is_end(self, end: str, place: str) -> bool:
-        """Pass over ``...``, and over the end of an object or a list where it stands here."""
+        """Skip ``...``; skip the ``end`` of an object or a list if it is next, and return whether it was."""
         while self._kind == "open":
             self.left_open.append(place)
             self._step()
@@ -161,13 +161,13 @@ class _Reader:
             return _WORDS.get(word, word)
         try:
             return json.loads(word)
-        except ValueError:  # int() of more digits than Python takes
+        except ValueError:  # int() limits the number of digits
             raise self._fault("a number has too many digits") from None
 
     def _unexpected(self, wanted: str) -> SpecError:
         if self._kind == "end":
-            return self._fault("the text ends too early")
-        return self._fault(f"{shown(repr(self._token), most=60)} stands here: {wanted}")
+            return self._fault("unexpected end of the text")
+        return self._fault(f"unexpected {shown(repr(self._token), most=60)}: {wanted}")
 
     def _fault(self, fault: str) -> SpecError:
         before = self._text[: self._at]

@@ -1,6 +1,6 @@
-"""The hosts of an ssh_config as nodes: of the user's own, how they are reached stays there; of another it is copied.
+"""The hosts of an ssh_config as nodes, with their options, unless it is the user's own, which connections read anyway.
 
-No other file is read, no command of it is run, and no name is looked up.
+No other file is read, no command in it is run, and no name is resolved.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ _FIELDS = {"hostname": "host", "user": "user", "port": "port"}
 _FIELDS |= {"identityfile": "identity_file", "proxyjump": "proxy_jump"}
 _NO_FIELD = "nodes have no field for it"
 _MOST_PATTERNS, _MOST_CHARS = 1000, 253  # characters of each
-_MOST_KEYS = 10  # that are named
-_MOST_VALUE_CHARS = 4096  # of an option, which may hold for thousands of hosts
-_MOST_LOOKS = 100_000  # at a pattern, for a host
+_MOST_KEYS = 10  # that are reported
+_MOST_VALUE_CHARS = 4096  # of an option, which may apply to thousands of hosts
+_MOST_LOOKS = 100_000  # matches of a pattern with a host
 
 
 @dataclass
 class _Block:
-    """What stands below one Host line, or at the top, and for which hosts."""
+    """The options under one Host line, or at the top of the file, and the hosts that they apply to."""
 
     patterns: list[str]
-    options: dict[str, str] = field(default_factory=dict)  # the first of each name holds, as in ssh
+    options: dict[str, str] = field(default_factory=dict)  # the first value of each applies, as in ssh
     more_keys: list[str] = field(default_factory=list)  # which ssh tries after the first
 
     @property
@@ -70,9 +70,9 @@ def _read(foreign: Foreign) -> Imported:
     hosts = list(dict.fromkeys(name for block in blocks for name in block.patterns if _NAME.fullmatch(name)))
     patterns = [pattern for block in blocks if block.has_patterns for pattern in block.patterns]
     if not hosts:
-        raise SpecError(put_place(foreign.name, "names no host: give Host and a name"))
+        raise SpecError(put_place(foreign.name, "has no hosts: give Host and a name"))
     if len(hosts) > MOST_NODES or len(patterns) > _MOST_PATTERNS or len(hosts) * len(patterns) > _MOST_LOOKS:
-        raise SpecError(put_place(foreign.name, "has too many hosts, or patterns of hosts: give fewer"))
+        raise SpecError(put_place(foreign.name, "has too many hosts or host patterns: give fewer"))
     if long := [pattern for pattern in patterns if len(pattern) > _MOST_CHARS]:
         fault = f"Host {shown(long[0], most=60)}...: a pattern has at most {_MOST_CHARS} characters"
         raise SpecError(put_place(foreign.name, fault))
@@ -85,14 +85,14 @@ def _read(foreign: Foreign) -> Imported:
 
 
 def _list_unmatched(patterns: list[str], hosts: list[str]) -> Iterator[str]:
-    """Name the patterns that hold for none of the hosts: what stands below them is for hosts that ssh alone knows."""
+    """Yield the patterns that match none of the hosts: their options are for hosts that the file does not name."""
     for pattern in patterns:
         if not pattern.startswith("!") and not any(_is_like(host, pattern) for host in hosts):
-            yield f"Host {shown(pattern, most=60)}: no host is called so: name those that it stands for"
+            yield f"Host {shown(pattern, most=60)}: matches no host of the file: add the hosts by name"
 
 
 def _find_options(blocks: list[_Block], hosts: list[str]) -> Iterator[tuple[str, dict[str, str]]]:
-    """Yield each host with what all blocks say that hold for it; of several the first, as in ssh."""
+    """Yield each host with the options of all blocks that apply to it; the first value wins, as in ssh."""
     by_name: dict[str, dict[int, _Block]] = {host: {} for host in hosts}
     patterns: dict[int, _Block] = {}
     for number, block in enumerate(blocks):
@@ -113,9 +113,9 @@ def _find_options(blocks: list[_Block], hosts: list[str]) -> Iterator[tuple[str,
 
 
 def _take_apart(foreign: Foreign) -> tuple[list[_Block], dict[str, None], dict[str, str]]:
-    """Return the blocks, what of it is not read, and which options no node has."""
+    """Return the blocks, the lines that are not read, and the options that nodes do not have."""
     blocks = [_Block(["*"])]
-    left_out: dict[str, None] = {}  # each once: there may be thousands of hosts
+    left_out: dict[str, None] = {}  # each once, as there may be thousands of hosts
     unused: dict[str, str] = {}
     for key, value in _lines(foreign.text):
         if key == "host":
@@ -123,7 +123,7 @@ def _take_apart(foreign: Foreign) -> tuple[list[_Block], dict[str, None], dict[s
         elif key == "match" and value.lower() == "all":
             blocks.append(_Block(["*"]))
         elif key == "match":
-            left_out[f"Match {shown(value, most=60)}: is not decided here: what stands below it is not read"] = None
+            left_out[f"Match {shown(value, most=60)}: is not evaluated, so its options are not read"] = None
             blocks.append(_Block([]))
         elif key == "include":
             left_out[f"Include {shown(value, most=60)}: import that file, too"] = None
@@ -155,7 +155,7 @@ def _make_node(foreign: Foreign, host: str, options: dict[str, str], left_out: d
             value = value.replace("%h", host)
         if key not in _FIELDS or "%" in value:
             reason = "write it as ProxyJump" if key == "proxycommand" else _NO_FIELD
-            reason = "a node has one key" if key.startswith("identityfile ") else reason
+            reason = "a node has only one key" if key.startswith("identityfile ") else reason
             left_out[f"{key}: {reason}"] = None
         elif key != "proxyjump" or value.lower() != "none":
             fields[_FIELDS[key]] = int(value) if key == "port" and re.fullmatch("[0-9]{1,9}", value) else value

@@ -1,7 +1,7 @@
-"""torchtitan's TOML, of three generations, as a spec that starts the same training with torchtitan 0.2.2.
+"""torchtitan's TOML files, of three generations, as a spec that starts the same training with torchtitan 0.2.2.
 
-0.2.2 is the last that reads such a file, and takes each of its keys as an option, too. torchtitan reads no spec: what a
-spec has a field for stands in that field, and all of it in ``source.arguments``.
+0.2.2 is the last release that reads such files; it also accepts each key as an option. torchtitan does not read specs:
+values with a field in a spec are put into it, and all values into ``source.arguments``.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from .torchtitan_options import CHOICES, GONE, OPTIONS, name_today
 
 _MODULE = "torchtitan.train"
 _UNKNOWN = "torchtitan 0.2.2 has no such option"
-_TOKENIZER = "torchtitan 0.2.2 reads no such file: give --model.hf_assets_path, a folder, in source.arguments"
-# What stands in a field of a spec as it stands there, and in torchtitan where it is not given.
+_TOKENIZER = "torchtitan 0.2.2 does not read such files: give --model.hf_assets_path, a folder, in source.arguments"
+# Values that a spec takes unchanged: the field, and torchtitan's default.
 _FIELDS: dict[str, tuple[str, Any]] = {
     "job.description": ("description", None),
     "metrics.log_freq": ("training.log_every", 10),
@@ -32,20 +32,20 @@ _FIELDS: dict[str, tuple[str, Any]] = {
     "parallelism.pipeline_parallel_degree": ("parallelism.pp", 1),
     "parallelism.tensor_parallel_degree": ("parallelism.tp", 1),
 }
-_MOST_NAME_CHARS = 100  # of an option that there is
+_MOST_NAME_CHARS = 100  # longer than any option
 _MARKS = ("job.dump_folder", "model.flavor", "training.seq_len", "training.dataset", "optimizer.lr")
 
 
 def _is_one(foreign: Foreign) -> bool:
     document = foreign.document
-    if not isinstance(document, dict) or "source" in document:  # which is a spec
+    if not isinstance(document, dict) or "source" in document:  # "source" marks a spec
         return False
     tables = {section: table for section, table in document.items() if isinstance(table, dict)}
     return any(key in tables.get(section, ()) for section, key in (mark.split(".") for mark in _MARKS))
 
 
 class _Titan:
-    """The options of torchtitan 0.2.2 that a file gives, each with its place in it."""
+    """The options of torchtitan 0.2.2 in a file, each with its place."""
 
     def __init__(self, whole: Whole) -> None:
         self.whole = whole
@@ -57,7 +57,7 @@ class _Titan:
         for key in part:
             name = f"{above}{key}"
             if isinstance(part.look(key), dict):
-                self._take(part.part(key), f"{name[:_MOST_NAME_CHARS]}.")  # of which every option below has a copy
+                self._take(part.part(key), f"{name[:_MOST_NAME_CHARS]}.")  # copied for every option below it
             elif name in GONE:
                 part.leave(key, GONE[name])
             elif name == "model.tokenizer_path" and str(part.look(key)).endswith(".model"):
@@ -70,7 +70,7 @@ class _Titan:
             part.leave(key, _UNKNOWN)
             return
         if name in CHOICES and part.look(key) not in CHOICES[name]:
-            part.leave(key, f"torchtitan 0.2.2 takes {', '.join(CHOICES[name])} alone there")
+            part.leave(key, f"torchtitan 0.2.2 only accepts {', '.join(CHOICES[name])}")
             return
         if name in self._places:
             other, other_key = self._places[name]
@@ -95,12 +95,12 @@ class _Titan:
         return part is not None and part.flag(key)
 
     def fault(self, name: str, said: str) -> SpecError:
-        """Make the error that says what is wrong with an option that is given."""
+        """Return the error for an option that is given."""
         part, key = self._places[name]
         return part.fault(key, said)
 
     def put(self, name: str, field: str, value: Any) -> None:
-        """Put the value that an option makes of a field of the spec."""
+        """Put a value into a field of the spec; faults of it are reported at the option."""
         self.whole.put(field, value)
         if name in self._places:
             part, key = self._places[name]
@@ -114,7 +114,7 @@ def _write_option(part: Part, key: str, name: str) -> str:
         return f"--{name}" if value else f"--{section}.no_{last}"
     if isinstance(value, list):
         if not all(isinstance(item, str) and "," not in item for item in value):
-            raise part.fault(key, "give a list of texts without commas: an option of torchtitan has no other")
+            raise part.fault(key, "give a list of texts without commas: torchtitan's option separates them by commas")
         value = ",".join(value)
     return f"--{name}={value}"
 
@@ -140,12 +140,12 @@ def _read_training(titan: _Titan) -> None:
     titan.put("lr_scheduler.warmup_steps", "training.warmup_steps", min(warmup, titan.number("training.steps", 10000)))
     decay = titan.text("lr_scheduler.decay_type", "linear")
     ratio = titan.look("lr_scheduler.decay_ratio")
-    if isinstance(ratio, int | float):  # how much of the steps it decays in
+    if isinstance(ratio, int | float):  # the fraction of the steps in which the rate decays
         decay = "wsd" if ratio else "constant"
     if decay in SCHEDULERS:
         titan.put("lr_scheduler.decay_type", "training.scheduler", decay)
     norm = titan.look("training.max_norm", 1.0)
-    if not isinstance(norm, int | float) or norm > 0:  # 0 and less: none is cut
+    if not isinstance(norm, int | float) or norm > 0:  # 0 and less: no clipping
         titan.put("training.max_norm", "training.clip", norm)
     if titan.flag("validation.enable"):
         titan.put("validation.freq", "training.evaluate_every", titan.number("validation.freq", 10))
@@ -155,10 +155,10 @@ def _read_parallelism(titan: _Titan) -> None:
     axes = [f"parallelism.data_parallel_{kind}_degree" for kind in ("replicate", "shard")]
     for axis in (*axes, "parallelism.pipeline_parallel_degree", "parallelism.tensor_parallel_degree"):
         if titan.number(axis, 1) == 0:
-            raise titan.fault(axis, "0: give a number of ranks, or -1 for what is left")
+            raise titan.fault(axis, "0: give a number of ranks, or -1 for the rest")
     replicas, shards = titan.number(axes[0], 1), titan.number(axes[1], -1)
     if titan.number("parallelism.context_parallel_degree", 1) > 1:
-        shards = -1  # no axis of a spec: these ranks hold shards as well
+        shards = -1  # a spec has no such axis: its ranks become shards instead
         titan.put(axes[1], "parallelism.dp_shard", shards)
     batch, local = titan.number("training.global_batch_size", -1), titan.number("training.local_batch_size", 8)
     if batch < 1 and shards > 0 and replicas > 0:
@@ -172,7 +172,7 @@ def _read_parallelism(titan: _Titan) -> None:
             titan.put("parallelism.pipeline_parallel_microbatch_size", "parallelism.microbatches", local // size)
     elif min(local, replicas, shards) > 0:
         passes, rest = divmod(batch, local * replicas * shards)
-        if passes > 1 and not rest:  # whose gradients are added up
+        if passes > 1 and not rest:  # gradients are accumulated over the passes
             titan.put("training.local_batch_size", "parallelism.microbatches", passes)
     schedule = titan.text("parallelism.pipeline_parallel_schedule")
     if schedule.lower() in map(str.lower, SCHEDULES):
@@ -197,4 +197,4 @@ def _read_checkpoint(titan: _Titan) -> None:
     titan.put("checkpoint.async_mode", "checkpoint.asynchronous", mode != "disabled")
 
 
-TORCHTITAN = Importer(_is_one, _read, "a configuration of torchtitan in TOML, of 2024 to 0.2.2")
+TORCHTITAN = Importer(_is_one, _read, "a torchtitan configuration in TOML, of 2024 to 0.2.2")

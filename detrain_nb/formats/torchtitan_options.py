@@ -1,10 +1,10 @@
-"""The options of torchtitan 0.2.2, which are the keys of its TOML, and what files of older generations call them."""
+"""The options of torchtitan 0.2.2, which are the keys of its TOML, and their names in older files."""
 
 from __future__ import annotations
 
 __all__ = ["CHOICES", "GONE", "OPTIONS", "name_today"]
 
-# As ``JobConfig`` of torchtitan 0.2.2 has them, but for those that no word of a command line can say.
+# Those of torchtitan 0.2.2's ``JobConfig``, except for those that a command line cannot express.
 OPTIONS = frozenset(
     f"{section}.{key}"
     for section, keys in {
@@ -49,7 +49,7 @@ OPTIONS = frozenset(
     }.items()
     for key in keys.split()
 )
-CHOICES = {  # of those that take no other value
+CHOICES = {  # of the options with fixed values
     name: tuple(values.split())
     for name, values in {
         "optimizer.implementation": "for-loop foreach fused",
@@ -97,17 +97,17 @@ _RENAMED = {
     },
 }
 _SECTIONS = {"float8.": "quantize.linear.float8.", "mx.": "quantize.linear.mx."}
-# What 0.2.2 has no option for, and why that is.
+# Keys without an option in 0.2.2, and why.
 GONE = {
     "checkpoint.interval_type": "checkpoints are counted in steps",
     "job.use_for_integration_test": "of torchtitan's own tests",
-    "model.norm_type": "the model says its own",
+    "model.norm_type": "the model defines its own",
     "training.enable_fp8_linear": "for float8 give --model.converters=quantize.linear.float8 in source.arguments",
 }
 
 
 def name_today(name: str) -> str:
-    """Return what 0.2.2 calls a key that may be of an older file."""
+    """Return the name in 0.2.2 of a key, which may be from an older file."""
     if name in _RENAMED:
         return _RENAMED[name]
     section = next((before for before in _SECTIONS if name.startswith(before)), "")

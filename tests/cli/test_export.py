@@ -42,7 +42,7 @@ def test_list_of_hosts_that_is_taken_for_a_host_is_told(
     (tmp_path / "hostfile").write_text("gpu1\n")
     monkeypatch.chdir(tmp_path)
     assert main(["export", "slurm", spec, "--gpus", "1", "--nodes", "hostfile"]) == 0
-    said = "hostfile is a file, too, of the kind hostfile: for its hosts, import hostfile -o nodes.toml first"
+    said = "hostfile is also a file of the kind hostfile: to use its hosts, first import hostfile -o nodes.toml"
     assert capsys.readouterr().err == f"detrain-nb: warning: nodes.host: {said}\n"
     assert main(["import", "hostfile", "-o", "nodes.toml"]) == 0
     capsys.readouterr()
@@ -118,7 +118,7 @@ def test_spec_is_imported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
         (["export", "slurm", "gone.yaml"], "gone.yaml cannot be read: it does not exist"),
         (
             ["export", "slurm", "TITAN"],
-            "titan.toml: is no spec, but of the kind torchtitan: make one of it first: import",
+            "titan.toml: is not a spec, but of the kind torchtitan: make it a spec first: import",
         ),
     ],
 )

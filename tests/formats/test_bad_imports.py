@@ -137,7 +137,7 @@ SQUARES: dict[str, tuple[str, str]] = {  # what small parts together make large:
     ),
     "colons": (f"git clone https://{':' * 800_000} b\ntorchrun b/a.py\n", "git url"),
     "a folder": (f"cd {'a' * 90}\n" * 9000 + "torchrun a.py", "line 46: cd leads to a path of more than 4,096"),
-    "hosts": ("a[1-9999]\n" * 1000, "named more than 500,000 times"),
+    "hosts": ("a[1-9999]\n" * 1000, "more than 500,000 mentions of hosts"),
     "a path of nodes": (
         f"/{'a' * 900_000}/python3 -m torch.distributed.run --nnodes 10000 a.py\n",
         r"nodes\[0\]\.python",
@@ -182,7 +182,7 @@ SQUARES |= {  # these took minutes, or gigabytes
             },
             ".json",
         ),
-        r"services.a66.args: .* too many commands, or words",
+        r"services.a66.args: .* too many commands, or too many words",
     ),
     "a long name of containers": (
         format_document(

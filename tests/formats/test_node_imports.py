@@ -54,8 +54,8 @@ def test_list_of_hosts_is_written_out_as_slurm_does_it(tmp_path: Path) -> None:
         ("a\ngpu[1-1000000000]", r"hosts: line 2: \[1-1000000000\]: has more than 10,000 hosts: give fewer"),
         ("a[1-100][1-100][1-100]", "more than 10,000 hosts"),
         ("a[3-1]", r"\[3-1\]: give numbers and ranges"),
-        ("a:2222", "line 1: 2222 slots: give a number, 1 to 1,024; a port goes into a nodes file"),
-        ("a b", "line 1: 'a b': give a host, as gpu1"),
+        ("a:2222", "line 1: 2222 slots: give a number, 1 to 1,024; if it is a port, give it in a nodes file"),
+        ("a b", "line 1: 'a b': give a host, as in gpu1"),
         ("all", "hosts: all: name 'all'"),
     ],
 )
@@ -196,12 +196,12 @@ def test_configuration_of_accelerate_is_a_spec() -> None:
     sizes = "{parallelism_config_dp_shard_size: 2, parallelism_config_cp_size: 2}"
     split = import_text(f"{text}parallelism_config: {sizes}\n", name="a")
     assert split.spec and split.spec.parallelism and split.spec.parallelism.dp_shard == -1, "all four ranks hold shards"
-    assert "parallelism_config.parallelism_config_cp_size: no axis" in split.left_out[-1]
+    assert "parallelism_config.parallelism_config_cp_size: a spec has no such axis" in split.left_out[-1]
     for change, fault in [
         ("num_processes: 3", "config.yaml: num_processes: 3: give a multiple of num_machines, which is 2"),
         ("num_processes: x", "config.yaml: num_processes: a text: give a whole number"),
-        ("distributed_type: XLA", "config.yaml: distributed_type: XLA is none that .*: give one of NO, "),
-        ("machine_rank: 2", "config.yaml: machine_rank: 2: there are 2 machines"),
+        ("distributed_type: XLA", "config.yaml: distributed_type: XLA has no counterpart in a spec: give one of NO, "),
+        ("machine_rank: 2", "config.yaml: machine_rank: 2: num_machines is 2: give 0 to 1"),
     ]:
         lines = [line for line in text.splitlines() if not line.startswith(change.partition(":")[0])]
         with pytest.raises(SpecError, match=fault):

@@ -137,7 +137,7 @@ def test_value_that_torchtitan_does_not_take_is_named(read_toml: Callable[..., A
     assert dict(list_choices(type(config))) == CHOICES
     text = '[training]\nsteps = 1\nseq_len = 8\nmixed_precision_reduce = "bfloat16"\n'
     imported = import_text(text, name="train.toml")
-    assert imported.left_out == ("training.mixed_precision_reduce: torchtitan 0.2.2 takes float32 alone there",)
+    assert imported.left_out == ("training.mixed_precision_reduce: torchtitan 0.2.2 only accepts float32",)
     assert imported.spec and read_toml("", words=imported.spec.source.arguments).training.steps == 1
 
 

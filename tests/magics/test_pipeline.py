@@ -82,7 +82,7 @@ def test_import_is_returned_or_written(
         ("plan", "the following arguments are required: SPEC"),
         ("plna spec", "unknown command 'plna': did you mean plan?"),
         ("plan gone.json", "gone.json cannot be read: it does not exist"),
-        ("plan titan.toml", "titan.toml: is no spec, but of the kind torchtitan: make one of it first: import"),
+        ("plan titan.toml", "titan.toml: is not a spec, but of the kind torchtitan: make it a spec first: import"),
         ("export torchrn spec", "'torchrn' is not an export format: give one of torchrun, slurm"),
         ("export slurm spec", "a has 2 ranks on cpu, b has 1 on cpu: give both the same"),
         ("plan spec --parallelism.tp 4", "mesh tp=4"),

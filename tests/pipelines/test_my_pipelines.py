@@ -317,8 +317,8 @@ def test_name_with_suffix_is_of_the_folder_else_of_a_file_where_the_notebook_is(
     }
     for name, (kind, content) in foreign.items():
         Path(name).write_text(content)
-        make = "its nodes those of a spec, by --nodes nodes.toml" if kind == "hostfile" else "one of it first"
-        said = rf"{name}: is no spec, but of the kind {kind}: make {make}: .*, or use Import… in My Pipelines$"
+        make = "a nodes file of it, for --nodes nodes.toml" if kind == "hostfile" else "it a spec first"
+        said = rf"{name}: is not a spec, but of the kind {kind}: make {make}: .*, or use Import… in My Pipelines$"
         with pytest.raises(SpecError, match=said):
             mine.open(Path(name).resolve())
     Path("a.txt").write_text("{ no ]\n")

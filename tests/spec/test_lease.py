@@ -106,17 +106,15 @@ def test_lease_that_is_imported_names_its_other_ports() -> None:
     lease = _lease(a=[_way(80, port=80), _way(), _way(81, port=None)], b=[_way()])
     imported = import_text(json.dumps([lease]), name="lease.json")
     assert imported.kind == "lease" and imported.nodes == nodes_from_lease(lease)
-    assert imported.left_out == (
-        "[0].forwarded_ports.a: a node is reached at one port alone, that of sshd, and not at 80, None",
-    )
+    assert imported.left_out == ("[0].forwarded_ports.a: a node has only one port, that of sshd, and not 80, None",)
     state = {"name": "a", "available": 2, "total": 2, "uris": ["a.org"], "observed_generation": 3, "replicas": 1}
     odd = {"leases": 1, "services": {"a": state, "b": "x"}, "ips": {"b": [{**_IP, "Name": "c"}]}}
     imported = import_text(json.dumps({**_lease(a=[_way(new=1)], b=[_way()]), **odd}))
     assert imported.left_out == (
         "leases, services.a.uris, services.a.observed_generation, services.b, forwarded_ports.a[0].new, ips.b[0].Name: "
         "a spec has no field for it",
-        "services.a.available, services.a.total: a node is one container: give its service count 1 in the SDL",
-        "forwarded_ports.b: the service has an address of its own",
+        "services.a.available, services.a.total: a node is one container: set the count of its service to 1 in the SDL",
+        "forwarded_ports.b: is not used, as the service has its own address",
     )
 
 

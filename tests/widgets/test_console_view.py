@@ -370,7 +370,7 @@ def test_file_of_another_tool_becomes_a_draft_that_lists_what_was_left_out(page:
     (tmp_path / "cluster.txt").write_text("gpu1\ngpu[1-\n")
     before = page.names()
     assert "cluster.txt: line 2: " in page.refusal("import_pipeline", **{**ask, "kind": "hostfile"})
-    assert "is no kind of file to import" in page.refusal("import_pipeline", **{**ask, "kind": "other"})
+    assert "is not a kind of file to import" in page.refusal("import_pipeline", **{**ask, "kind": "other"})
     assert "it does not exist" in page.refusal("import_pipeline", **{**ask, "path": "gone.json"})
     assert page.refusal("import_pipeline", **{**ask, "path": ""}) == "give a file name"
     assert page.names() == before
