@@ -206,7 +206,7 @@ def _write_script(spec: PipelineSpec, plan: Plan, program: JobProgram, index: in
 
 def _need_volume(spec: PipelineSpec) -> list[str]:
     mount = find_checkpoint_folder(spec, by="Akash")
-    fault = f"checkpoint.url: this user cannot write to {mount}: give a URL of storage, or an image that starts as root"
+    fault = f"checkpoint.url: this user cannot write to {mount}: give a storage URL, or an image that starts as root"
     return [f"[ -w {quote(mount)} ] || fail {quote(fault)}"] if mount else []
 
 
