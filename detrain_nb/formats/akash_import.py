@@ -122,7 +122,7 @@ def _read_nodes(whole: Whole, services: list[_Service], started: Mapping[str, La
     for service in services:
         fields = {**(started[service.name].node if service.name in started else {}), **_read_resources(service)}
         if isinstance(fields["devices"], list):
-            fields.pop("ranks", None)  # one for each GPU
+            fields.pop("ranks", None)  # it has one per GPU
         service.part.leave("expose", _PORTS)
         for key in ("params", "credentials", "dependencies"):
             service.part.leave(key, _OF_LEASE)
@@ -163,7 +163,7 @@ def _read_size(memory: Part) -> float:
     return float(match[1]) * float((1024 if unit.endswith("i") else 1000) ** _UNITS.get(unit[:1], 0)) / 1e9
 
 
-# What they run
+# The programs of services
 
 
 def _find_programs(services: list[_Service]) -> Iterator[tuple[str, Launch]]:

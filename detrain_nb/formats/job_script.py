@@ -25,7 +25,7 @@ from ..storage import locate
 from .cloning import write_clone
 from .shell import export, quote, quote_path, write_file
 
-DEFAULT_PORT = 29500  # torchrun's own
+DEFAULT_PORT = 29500  # torchrun's default
 # Folders that a volume must not hide, or the container does not start.
 _OF_SYSTEM = ("/bin", "/dev", "/etc", "/lib", "/lib64", "/proc", "/sbin", "/sys", "/usr")
 # Variables of the script itself: a spec cannot set any with this prefix.

@@ -136,7 +136,7 @@ def read_options(launcher: Launcher, words: Sequence[Word]) -> Options:
             at += 1
         options.given[name] = value
     options.program = list(words[at:])
-    if not has_end and [word.text for word in words[at + 1 : at + 2]] == ["--"]:  # argparse eats the first one
+    if not has_end and [word.text for word in words[at + 1 : at + 2]] == ["--"]:  # argparse drops the first one
         del options.program[1]
     if not options.program:
         raise SpecError(f"{launcher.name}: no program after its options: give a script, or -m and a module")

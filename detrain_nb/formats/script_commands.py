@@ -28,7 +28,7 @@ _SETS_UP = ("module", "source", ".", "conda", "ulimit", "spack")
 _WITHOUT_EFFECT = ("set", "then", "else", "fi", "do", "done", "esac", "{", "}", ":", "true", "exit", "wait")
 _OF_NODE = ("HOME", "USER")  # variables that every node has
 _MOST_VARIABLES, _MOST_PATH_CHARS = 1000, 4096
-_MOST_COMMANDS, _MOST_FILLS = 20_000, 10_000  # in all texts of shells together
+_MOST_COMMANDS, _MOST_FILLS = 20_000, 10_000  # in all texts passed to shells together
 _SOURCE, _JOB_SPEC = f"${FOLDER}/source", f"${FOLDER}/job_spec.json"  # in the scripts that we export
 _LAUNCH_ENV = launch_job(  # what every launch sets
     Rendezvous("c10d", "", ("", 0), max_restarts=1), Program("module", ("a",)), nodes=1, ranks=1, node_rank=0, python=""
@@ -141,24 +141,24 @@ def _take_words(script: Script, command: Command) -> None:
 
 
 def _are_variables(texts: Sequence[str]) -> bool:
-    """Whether they give variables values, maybe behind a ``then``."""
+    """Return whether a command only assigns variables, possibly after a keyword such as ``then``."""
     plain = [text for text in texts if text not in KEYWORDS]
     return bool(plain) and all(ASSIGNMENT.fullmatch(text.replace("+=", "=", 1)) for text in plain)
 
 
 def _take_inner(script: Script, command: Command, commands: list[Command]) -> None:
-    """Take what a shell is given as a text: it has what is exported, but for the variables of its own command."""
+    """Apply the commands passed to a shell as a text: it inherits the exported variables, except those set for it."""
     for inner in commands:
         inner.line, inner.files = command.line, [*inner.files, *command.files[:1]]
     own = {match[1] for word in command.words if (match := ASSIGNMENT.fullmatch(word.text))}
     exported = {*script.variables, *itertools.chain(*BATCH_NUMBERS.values())} - own
     known = {name: value for name, value in script.values.known.items() if name in exported}
-    is_whole = not any(word.fills for word in command.words)  # else the outer shell fills in some of it
+    is_whole = not any(word.fills for word in command.words)  # otherwise the outer shell expands parts of it
     take_all(script, commands, Values(commands if is_whole else [], known if is_whole else {}, used=script.filled))
 
 
 def _go(folder: str, path: str) -> str:
-    """Say where a path leads from that folder; one of a variable or a home is whole."""
+    """Return a path relative to a folder, joined with it; one that begins with a variable or ``~`` is absolute."""
     return posixpath.normpath(path if path.startswith(("$", "~")) else posixpath.join(folder, path))
 
 

@@ -13,7 +13,7 @@ __all__ = ["SECRET_NAME", "may_be_secret", "warn_of_secrets"]
 SECRET_NAME = re.compile(
     "(?:TOKEN|KEY)(?:_|$)|SECRET|PASSW|PASSPHRASE|CREDENTIAL|PRIVATE|_(?:AUTH|PASS|PAT|PWD)$", re.IGNORECASE
 )
-# Of Hugging Face, GitHub, GitLab, OpenAI and AWS.
+# Tokens of Hugging Face, GitHub, GitLab, OpenAI and AWS.
 _TOKEN = re.compile(
     r"\bhf_[A-Za-z0-9]{30}|\bgh[oprsu]_[A-Za-z0-9]{30}|\bgithub_pat_\w{30}|\bglpat-[\w-]{20}|\bsk-[\w-]{40}"
     r"|\bAKIA[A-Z0-9]{16}",

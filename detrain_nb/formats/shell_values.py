@@ -28,7 +28,7 @@ BATCH_NUMBERS: Mapping[str, tuple[str, ...]] = {  # the variables that sbatch se
 _BATCH_LINE = re.compile(r"^#SBATCH[ \t]++([^\n]*+)", re.MULTILINE)
 _BATCH_OPTION = re.compile(r"--([A-Za-z][A-Za-z-]*+)=?(.*)|-([A-Za-z])=?(.*)", re.DOTALL)
 _NUMBER, _GPUS = re.compile("[1-9][0-9]{0,5}"), re.compile("gpu:(?:[A-Za-z][A-Za-z0-9_.-]*+:)?([1-9][0-9]{0,2})")
-_MOST_CHARS, _MOST_FILLS = 1000, 10  # of a line of #SBATCH; in one word
+_MOST_CHARS, _MOST_FILLS = 1000, 10  # of an #SBATCH line; in one word
 _PLAIN = re.compile(r"[A-Za-z0-9_./:,@%+-]{1,100}")
 _OPENS, _CLOSES = ("if", "case", "for", "while", "until", "select", "{"), ("fi", "esac", "done", "}")
 _KEYWORDS = (*_OPENS, *_CLOSES, "then", "else", "elif", "do", "!", "time")

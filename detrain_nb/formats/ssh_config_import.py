@@ -28,7 +28,7 @@ _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*+")
 _FIELDS = {"hostname": "host", "user": "user", "port": "port"}
 _FIELDS |= {"identityfile": "identity_file", "proxyjump": "proxy_jump"}
 _NO_FIELD = "nodes have no field for it"
-_MOST_PATTERNS, _MOST_CHARS = 1000, 253  # characters of each
+_MOST_PATTERNS, _MOST_CHARS = 1000, 253  # _MOST_CHARS: of each pattern
 _MOST_KEYS = 10  # that are reported
 _MOST_VALUE_CHARS = 4096  # of an option, which may apply to thousands of hosts
 _MOST_LOOKS = 100_000  # matches of a pattern with a host
@@ -40,7 +40,7 @@ class _Block:
 
     patterns: list[str]
     options: dict[str, str] = field(default_factory=dict)  # the first value of each applies, as in ssh
-    more_keys: list[str] = field(default_factory=list)  # which ssh tries after the first
+    more_keys: list[str] = field(default_factory=list)  # further keys, which ssh tries after the first
 
     @property
     def has_patterns(self) -> bool:

@@ -100,7 +100,7 @@ _SECTIONS = {"float8.": "quantize.linear.float8.", "mx.": "quantize.linear.mx."}
 # Keys without an option in 0.2.2, and why.
 GONE = {
     "checkpoint.interval_type": "checkpoints are counted in steps",
-    "job.use_for_integration_test": "of torchtitan's own tests",
+    "job.use_for_integration_test": "is for torchtitan's own tests",
     "model.norm_type": "the model defines its own",
     "training.enable_fp8_linear": "for float8 give --model.converters=quantize.linear.float8 in source.arguments",
 }
