@@ -117,9 +117,7 @@ def _check_that_checkpoints_need_a_volume_that_the_job_can_write(testbed: Testbe
     testbed.exec("h0", prepare, input=python.encode(), check=True)
     as_trainer = f"setpriv --reuid=12345 --regid=12345 --clear-groups {start}"
     said = testbed.output("h0", f"cd {HOME}; {as_trainer} 2>&1; echo $?; ls -A /run/saved")
-    refused = (
-        "x: checkpoint.url: this user cannot write to /run/saved: give a storage URL, or an image that starts as"
-    )
+    refused = "x: checkpoint.url: this user cannot write to /run/saved: give a storage URL, or an image that starts as"
     assert said == f"{refused} root\n2\n"
     assert testbed.output("h0", f"cd {HOME} && {start}") == "trainer has written /run/saved/x\n"
 
