@@ -57,5 +57,5 @@ def test_output_without_rows_first_is_refused(shape: tuple[int, ...]) -> None:
     passage = Passage([torch.ones(2, 3)] * 2, [None] * 2, [], None)
     for part in range(2):
         passage.take(part, (torch.ones(2, 5), torch.ones(shape)))
-    with pytest.raises(SpecError, match=re.escape(f"output[1] of the model is {shape} for 2 rows")):
+    with pytest.raises(SpecError, match=re.escape(f"output[1] of the model has shape {shape} for 2 rows")):
         passage.output()

@@ -897,7 +897,7 @@ def test_folder_that_ipython_makes_on_a_node_is_no_other_users_whatever_the_umas
         ({"start": "spawn"}, SpecError, "neither fork nor exec"),
         ({"name": "a/b"}, SpecError, "session name 'a/b'"),
         ({"name": ".."}, SpecError, "session name"),
-        ({"name": "x" * 200}, SpecError, "at most 80"),
+        ({"name": "x" * 200}, SpecError, "use up to 80"),
         ({"env": {"A=B": "1"}}, SpecError, "not a valid environment variable"),
         ({"backend": "nosuch"}, LaunchError, "nosuch"),
         ({"folder": "/nonexistent/folder"}, SpecError, "/nonexistent/folder"),
