@@ -20,8 +20,8 @@ import pytest
 from ..testbed.testbed import Testbed
 
 _LIMIT_S = 60.0
-_PERHAPS = "--- from here on perhaps shown before:"
-_NEW = "--- from here on new:"
+_PERHAPS = "--- possibly shown before:"
+_NEW = "--- not shown before:"
 _THERE = re.compile(
     r"session (\S+) of this notebook was left running \(agent pid \d+\): "
     r"%distributed attach takes it up and shows missed output, %distributed restart starts new ranks, "

@@ -158,7 +158,7 @@ def test_log_shows_figures_values_and_errors_of_a_cell_again(kernel: Any) -> Non
 def test_log_says_what_it_could_not_keep(kernel: Any) -> None:
     kernel.run("from pathlib import Path\nfrom detrain_nb import current_session\nlog = current_session().log._output")
     kernel.run("in_the_way = [log._path(len(In) + i) for i in range(3)]\nfor path in in_the_way: path.mkdir()")
-    assert "is only shown, neither %distributed log nor its result" in (
+    assert "new output is shown, but missing in %distributed log" in (
         kernel.run("%%distributed\nprint('shown')").text("stderr")
     )
     assert re.search(r"the log has nothing of cell \d+: Is a directory", kernel.run("%distributed log").error)

@@ -387,7 +387,7 @@ for i in range(20_000, 20_100): print(i)
         for rank in (0, 1):
             assert observer.text(rank) == "before\n" + "".join(f"{i}\n" for i in range(20_100))
             assert session.log.text(1, rank) == observer.text(rank)
-        marks = ["--- from here on perhaps shown before:", "--- from here on new:"]
+        marks = ["--- possibly shown before:", "--- not shown before:"]
         assert observer.notices == marks, "the process that was killed had the first line, and nobody was shown it"
         session.run_cell("1")
         _eventually(lambda: link_of(session).node_links[0]._acknowledged == link_of(session).node_links[0].last_number)
@@ -410,7 +410,7 @@ def test_what_nobody_confirmed_is_shown_again_between_marks(other: OtherProcess,
     observer = Observer()
     second.log.follow(1, observer)
     marks = [text for who, text in observer.shown if who == "notice"]
-    assert marks == ["--- from here on perhaps shown before:", "--- from here on new:"]
+    assert marks == ["--- possibly shown before:", "--- not shown before:"]
     assert observer.shown[0][0] == "notice"
     assert observer.shown[-1][0] == "notice"
     assert observer.text(0) == "1\n2\n"

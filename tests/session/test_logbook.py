@@ -14,7 +14,7 @@ from detrain_nb.wire import MAX_HEADER_BYTES, CellDone, CellFailed, Display, Out
 
 from ..full_disk import files_end_at
 
-_PERHAPS, _NEW = "--- from here on perhaps shown before:", "--- from here on new:"
+_PERHAPS, _NEW = "--- possibly shown before:", "--- not shown before:"
 
 
 class Eyes(CellObserver):
@@ -162,7 +162,7 @@ def test_full_disk_is_said_once_and_the_log_knows_what_it_lacks_until_there_is_r
     with files_end_at(1000):
         assert add(1, "a" * 500) == ""
         words = add(1, "b" * 500)
-        assert "takes no more (File too large)" in words and "DETRAIN_NB_RUNTIME_DIR" in words
+        assert "cannot be written (File too large)" in words and "DETRAIN_NB_RUNTIME_DIR" in words
         assert (add(1, "c"), add(2, "d" * 2000)) == ("", "")
     assert add(3, "e") == ""
     assert (log.cells(), log.lacking) == ([1, 3], dict.fromkeys((1, 2), "File too large"))

@@ -1,4 +1,4 @@
-"""How many pixels an image has, by its first bytes: a front end takes memory for each, however small the file is."""
+"""The size of an image in pixels, from its first bytes: front ends need memory per pixel, however small the file."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from collections.abc import Callable
 
 Size = tuple[int, int]
 
-_NO_LENGTH = {0x00, 0x01, *range(0xD0, 0xDA)}  # markers of a JPEG with nothing behind them
+_NO_LENGTH = {0x00, 0x01, *range(0xD0, 0xDA)}  # markers of a JPEG without a segment after them
 _PIXELS_FOLLOW = 0xDA
 _FRAMES = {*range(0xC0, 0xD0)} - {0xC4, 0xC8, 0xCC}
 _EXTENSION, _FRAME = 0x21, 0x2C  # of a GIF
 
 
 def read_size(mime: str, beginning: bytes) -> Size | None:
-    """Width and height of a PNG, JPEG or GIF; None where ``beginning`` is that of no such image, or does not say."""
+    """Read width and height of a PNG, JPEG or GIF; None if ``beginning`` is not one, or does not reach the size."""
     try:
         size = _READERS[mime](beginning)
     except (IndexError, struct.error):
@@ -28,11 +28,11 @@ def _read_png(data: bytes) -> Size | None:
 
 
 def _read_gif(data: bytes) -> Size | None:
-    """That of the screen, which browsers enlarge where the first frame does not fit."""
+    """Return the logical screen, enlarged as browsers do if the first frame does not fit into it."""
     if data[:6] not in (b"GIF87a", b"GIF89a"):
         return None
     width, height, flags = struct.unpack_from("<HHB", data, 6)
-    place = 13 + (3 << (flags & 7) + 1 if flags & 0x80 else 0)  # behind the colours
+    place = 13 + (3 << (flags & 7) + 1 if flags & 0x80 else 0)  # after the colour table
     while data[place] == _EXTENSION:
         place += 2
         while data[place]:
@@ -49,7 +49,7 @@ def _read_jpeg(data: bytes) -> Size | None:
         return None
     place = 2
     while True:
-        place = data.find(0xFF, place)  # as readers do, whatever stands between two segments
+        place = data.find(0xFF, place)  # as decoders do, whatever is between two segments
         if place < 0:
             return None
         while data[place] == 0xFF:

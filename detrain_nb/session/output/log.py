@@ -1,6 +1,7 @@
-"""Everything the ranks printed and showed, cell by cell, on the notebook's disk, to be read again.
+"""Everything that the ranks printed and showed, cell by cell, in files on the notebook's disk.
 
-The log outlives its session, since results read from it; it goes with the last of them, or with the process.
+The log outlives its session because results read from it; it is deleted with the last of them, or when the process
+exits.
 """
 
 from __future__ import annotations
@@ -24,10 +25,12 @@ BEGINNINGS, SHOWN_PERHAPS, NEW = range(3)  # the parts of a cell, in the order i
 _READ_BYTES = 1 << 20
 _MOST_LOOKED_AT_BYTES = 64 << 20
 _MOST_PIECES = 10_000  # of a cell
-_GROWN = 8  # times, at most: a node may have left out what is written here, as defaults and zeros
+_GROWN = 8  # at most so many times: a node may omit defaults and zeros that are written out here
 _PREFIX = ".log-"
-_LOCK = "lock"  # in it, held as long as the log lives
-_WHAT_TO_DO = "make room on that disk, or start this process again with DETRAIN_NB_RUNTIME_DIR, a folder on another one"
+_LOCK = "lock"  # file in the folder, locked for the lifetime of the log
+_WHAT_TO_DO = (
+    "free space on that disk, or restart this process with DETRAIN_NB_RUNTIME_DIR set to a folder on another one"
+)
 
 
 class OutputLog:
@@ -40,21 +43,23 @@ class OutputLog:
             self._folder = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-", dir=base))
         except OSError as exc:
             raise LaunchError(
-                f"the log of the cells cannot be made under {base}: {exc.strerror}; {_WHAT_TO_DO}"
+                f"the log of the cells cannot be created under {base}: {exc.strerror}; {_WHAT_TO_DO}"
             ) from exc
         lock = None
-        with contextlib.suppress(OSError, ImportError):  # without one, as on Windows, it is never taken for an orphan
+        with contextlib.suppress(
+            OSError, ImportError
+        ):  # without a lock, as on Windows, it is never removed as an orphan
             lock = take_lock(self._folder / _LOCK, is_new=True)
         weakref.finalize(self, _remove, self._folder, lock)
         self._pieces: dict[int, list[tuple[int, int]]] = {}  # of each cell's file: part and bytes
-        self.lacking: dict[int, str] = {}  # the cells of which something, or all, found no room, and why
-        self.error = ""  # why it takes no more, until it does again
+        self.lacking: dict[int, str] = {}  # cells that are not completely logged, and why
+        self.error = ""  # why the last write failed; empty once a write succeeds
 
     def append(self, message: Logged, *, part: int = NEW) -> None:
-        """Keep what a rank said. A disk that takes no more is remembered in ``error``; the cell goes on, and of it
-        nothing more is kept. Later cells are, as soon as there is room.
+        """Append a message of a rank. A failed write sets ``error``, and nothing more of that cell is kept.
 
-        What several nodes kept for this notebook comes interleaved: each ``part`` of a cell is read as one.
+        The cell itself goes on. Later cells are logged as soon as the disk has space again. Messages that several nodes
+        kept for this notebook arrive interleaved: each ``part`` of a cell is read as one.
         """
         if message.cell in self.lacking:
             return
@@ -64,37 +69,37 @@ class OutputLog:
         except OSError as exc:
             self.lacking[message.cell] = exc.strerror or str(exc)
             self.error = (
-                f"the log under {self._folder} takes no more ({self.lacking[message.cell]}): what a cell prints now is "
-                f"only shown, neither %distributed log nor its result has it; {_WHAT_TO_DO}"
+                f"the log under {self._folder} cannot be written ({self.lacking[message.cell]}): new output is "
+                f"shown, but missing in %distributed log and in the cell's result; {_WHAT_TO_DO}"
             )
             return
         self.error = ""
         pieces = self._pieces.setdefault(message.cell, [])
-        part = part if len(pieces) < _MOST_PIECES else NEW  # a node may go to and fro: the rest is read as it came
+        part = part if len(pieces) < _MOST_PIECES else NEW  # a node may alternate: the rest is read in order
         if pieces and pieces[-1][0] == part:
             pieces[-1] = (part, pieces[-1][1] + len(data))
         else:
             pieces.append((part, len(data)))
 
     def cells(self) -> list[int]:
-        """The cells that printed or showed something, and of which that was kept."""
+        """Return the cells of which some output was kept."""
         return sorted(cell for cell, pieces in list(self._pieces.items()) if pieces)
 
     def read(self, cell: int) -> Iterator[Logged]:
-        """What the ranks said in ``cell``, part by part, each in the order in which it arrived."""
+        """Yield the messages of the ranks in ``cell``, part by part, each part in order of arrival."""
         return self.reader(cell).read()
 
     def reader(self, cell: int) -> LogReader:
-        """Reads ``cell`` as far as it has come, and later on from there."""
+        """Return a reader of ``cell`` that can be read again when the cell has printed more."""
         return LogReader(self._path(cell), self._pieces.setdefault(cell, []))
 
     def text(self, cell: int, rank: int, stream: str = "stdout") -> str:
-        """All that one rank printed to one stream in ``cell``, free of control sequences."""
+        """Return all that one rank printed to one stream in ``cell``, without control sequences."""
         pieces = (m.body for m in self.read(cell) if isinstance(m, Output) and (m.rank, m.stream) == (rank, stream))
         return clean_text(b"".join(pieces).decode("utf-8", "replace"))
 
     def beginning(self, cell: int, rank: int, *, limit_bytes: int) -> tuple[str, bool]:
-        """The first of what ``text`` is, and whether there is more; of a log without end not all is read."""
+        """Return the first bytes of ``text``, and whether there is more, without reading a huge log completely."""
         found, looked_at_bytes = bytearray(), 0
         for message in self.read(cell):
             looked_at_bytes += len(getattr(message, "body", b""))
@@ -105,7 +110,7 @@ class OutputLog:
         return clean_text(found.decode("utf-8", "replace")), False
 
     def _write(self, cell: int, data: bytes) -> None:
-        """Raises: OSError where there is no room; nothing of ``data`` is left then."""
+        """Append ``data`` to the file of a cell, or nothing of it. Raises: OSError when the disk is full."""
         with open(self._path(cell), "ab", buffering=0, opener=open_private) as file:
             size_bytes, left = file.tell(), memoryview(data)
             try:
@@ -120,7 +125,7 @@ class OutputLog:
 
 
 class LogReader:
-    """What was logged of one cell, as it becomes more."""
+    """A reader of the log of one cell, which may still grow."""
 
     def __init__(self, path: Path, pieces: list[tuple[int, int]]) -> None:
         self._path = path
@@ -129,7 +134,7 @@ class LogReader:
         self._frames = FrameReader(max_header_bytes=_GROWN * MAX_HEADER_BYTES)
 
     def read(self) -> Iterator[Logged]:
-        """What has come since the last call."""
+        """Yield the messages that were logged since the last call."""
         with contextlib.suppress(FileNotFoundError), open(self._path, "rb") as file:
             for start, size_bytes in self._find_pieces():
                 file.seek(start + self._read_bytes.setdefault(start, 0))
@@ -141,7 +146,7 @@ class LogReader:
                         yield message
 
     def _find_pieces(self) -> list[tuple[int, int]]:
-        """Where the pieces begin and how long they are, in the order in which they are read."""
+        """Return start and length of the pieces, in the order in which they are read."""
         found, start = [], 0
         for part, size_bytes in list(self._pieces):
             found.append((part, start, size_bytes))
@@ -150,9 +155,9 @@ class LogReader:
 
 
 def _remove_orphans(base: Path) -> None:
-    """Remove the logs of processes that were killed before they could: nobody holds their locks.
+    """Remove the logs of processes that were killed before they could: no process holds their locks.
 
-    A process that runs may be in another PID namespace, where containers share the folder.
+    Pids would not do: a running process may be in another PID namespace, as when containers share the folder.
     """
     for folder in base.glob(f"{_PREFIX}*"):
         with contextlib.suppress(OSError, ImportError):

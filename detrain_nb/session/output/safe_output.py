@@ -1,4 +1,4 @@
-"""What of a rank's output is shown: the one place that decides.
+"""The filter that decides what of a rank's output is shown.
 
 A node is not trusted. Nothing from it runs in the notebook: JavaScript and widget views are dropped everywhere, HTML
 and SVG are shown only from ranks on this machine, which are as trusted as the cell that the user wrote, and from hosts
@@ -28,21 +28,21 @@ Bundle = dict[str, Any]
 _ALWAYS = ("text/plain", "image/png", "image/jpeg", "image/gif", "application/json")
 _IMAGES = ("image/png", "image/jpeg", "image/gif")
 _BASE64, _BLANKS = string.ascii_letters.encode() + b"0123456789+/", b" \t\r\n\v\f"
-MOST_TEXT_CHARS = 4 << 20  # of one text that is shown; in JSON, of all texts together
-MOST_CHARS_AT_FIRST = 200_000  # of one text of another machine, in its cell: a page has an element for each colour
-_LONGEST_SIDE = 10_000  # in pixels, in which an image is shown
-_MOST_PIXELS = 50_000_000  # of an image itself: a browser takes four bytes and more for each
-_MOST_HEADER_CHARS = 8 << 20  # of an image, in which its size is looked for
-_MOST_BITS = 1024  # of a whole number: more than the largest float has
+MOST_TEXT_CHARS = 4 << 20  # of one shown text; in JSON, of all texts together
+MOST_CHARS_AT_FIRST = 200_000  # of one text of another machine, in its cell: a page needs an element for each colour
+_LONGEST_SIDE = 10_000  # in pixels, of an image as shown
+_MOST_PIXELS = 50_000_000  # of an image file: a browser needs four bytes or more for each
+_MOST_HEADER_CHARS = 8 << 20  # of an image, searched for its size
+_MOST_BITS = 1024  # of an int: more than the largest float has
 _MAX_DEPTH = 20  # of JSON that is shown
 _MAX_NAME_CHARS, _MOST_VARIABLE_CHARS = 300, 80
 _MOST_COMPLETIONS, _LONGEST_COMPLETION = 2000, 200
-_NAMES = re.compile(r"\.?\w+(?:\.\w+)*=?")  # also of an attribute, a module, an argument; or a number, as a key
+_NAMES = re.compile(r"\.?\w+(?:\.\w+)*=?")  # also of an attribute, a module, an argument; or a number as a key
 _KEY = re.compile(r"'[^'\"\\]*'|\"[^'\"\\]*\"")
 _FROM_THIS_MACHINE = ("text/html", "image/svg+xml", "text/markdown", "text/latex")
-# colours (SGR) are kept; every other escape sequence, and every control character but tab, newline, return, goes
+# colours (SGR) are kept; other escape sequences, and control characters but tab, newline and return, are removed
 _COLOURS = r"\x1b\[[0-9;:]{0,64}m"
-_MOVES = r"\x08+|\x1b\[[0-9]{0,9}[A-GJK]"  # of the cursor, and what erases: within a rank's own lines only
+_MOVES = r"\x08+|\x1b\[[0-9]{0,9}[A-GJK]"  # cursor moves and erasing: allowed within a rank's own lines only
 _OTHERS = (
     r"\x1b\[[0-?]*[ -/]*[@-~]?"  # control sequences
     r"|\x1b[\]PX^_][^\x07\x1b\n]*(?:\x07|\x1b\\)?"  # strings for the terminal: titles, links, clipboard
@@ -50,7 +50,7 @@ _OTHERS = (
     r"|\x08+|[\x00-\x07\x0b\x0c\x0e-\x1a\x1c-\x1f\x7f-\x9f]+"
 )
 _COLOUR = re.compile(_COLOURS)
-_BESIDE_IMAGE = "    "  # no line of it has the label of a rank
+_BESIDE_IMAGE = "    "  # indented, so that no line passes for one with a rank's label
 _ESCAPES = re.compile(f"({_COLOURS})|{_OTHERS}")
 _ESCAPES_BUT_MOVES = re.compile(f"({_COLOURS}|{_MOVES})|{_OTHERS}")
 _BEGUN = re.compile(r"\x1b(?:\[[0-?]*[ -/]*|[\]PX^_][^\x07\x1b\n]*\x1b?|[ -/]*)\Z")
@@ -59,9 +59,10 @@ _HARMLESS = b"\t\n\r" + bytes(number for number in range(32, 256) if number not 
 
 
 def clean_text(text: str, *, keeps_moves: bool = False) -> str:
-    """Text without control sequences for a terminal, save colours; all of it can be written as UTF-8.
+    """Remove all terminal control sequences but colours; the result can be encoded as UTF-8.
 
-    With ``keeps_moves`` those stay that move the cursor or erase: for who draws a rank's own lines with them.
+    With ``keeps_moves``, also keep those that move the cursor or erase, for callers that draw a rank's own lines with
+    them.
     """
     if not _NEEDS_CLEANING.search(text):
         return text
@@ -70,19 +71,19 @@ def clean_text(text: str, *, keeps_moves: bool = False) -> str:
 
 
 def without_colours(text: str) -> str:
-    """Clean text as it is where nothing has a colour."""
+    """Remove the colours from clean text."""
     return _COLOUR.sub("", text)
 
 
 def clean_words(text: str) -> str:
-    """Clean text for where something stands before it on its line: it cannot go back there and write over that."""
+    """Clean text that follows other text on its line: it cannot move back and overwrite that."""
     return _OTHER_ENDS.sub("\n", clean_text(text))
 
 
 class PieceCleaner:
-    """Cleans what arrives in pieces, which may end in the middle of a character, or of a control sequence.
+    """A cleaner of text that arrives in pieces, which may end within a character or a control sequence.
 
-    What moves the cursor stays.
+    Cursor moves are kept.
     """
 
     def __init__(self) -> None:
@@ -95,7 +96,7 @@ class PieceCleaner:
         text = self._begun + self._decoder.decode(piece)
         self._begun = ""
         if (last := text.rfind("\x1b")) >= 0:
-            before = text.rfind("\x1b", 0, last)  # the last may be the first half of what ends a string
+            before = text.rfind("\x1b", 0, last)  # the last may be the first half of a string terminator
             found = before >= 0 and _BEGUN.match(text, before) or _BEGUN.match(text, last)
             if found:
                 self._begun = _shortened(found[0])
@@ -104,7 +105,7 @@ class PieceCleaner:
 
 
 def _shortened(begun: str) -> str:
-    """The beginning of a sequence, so that what comes then has the same meaning: it may never end."""
+    """Shorten the beginning of a sequence without changing what follows it: a sequence may never end."""
     if begun[1:2] in ("]", "P", "X", "^", "_"):
         return begun[:2] + ("\x1b" if begun.endswith("\x1b") else "")
     if len(begun) <= _MAX_BEGUN_CHARS:
@@ -113,31 +114,31 @@ def _shortened(begun: str) -> str:
 
 
 def one_line(text: str, *, most_chars: int = _MAX_NAME_CHARS) -> str:
-    """A name as it is shown: it changes nothing around it, and what cannot be seen in it is shown as an escape."""
+    """Return a name as one line that affects nothing around it; invisible characters are shown as escapes."""
     shown = printable(text[:most_chars], _escaped)
     return _UNSEEN.sub(lambda match: _escaped(match[0]), shown)
 
 
 def variable_names(said: Iterable[str]) -> list[str]:
-    """Those of what a node says that are names of variables, as they are shown: no other words stand among ours."""
+    """Filter the valid variable names out of what a node sent: no other words may appear within our texts."""
     short = (name for name in said if len(name) <= _MOST_VARIABLE_CHARS)
     return [name for name in short if name.isidentifier() and not _UNSEEN.search(name)]
 
 
 def show_hidden(text: str) -> str:
-    """Clean text in which what turns the direction of writing, or cannot be seen, is shown as an escape."""
+    """Clean text, and show invisible characters and those that change the writing direction as escapes."""
     return _HIDDEN.sub(lambda match: _escaped(match[0]), clean_words(text))
 
 
 def quote(text: str) -> str:
-    """What a node says, behind words of ours that name it: cleaned, and no line of it passes for one of ours."""
+    """Quote a text of a node after our own words: cleaned, and no line of it passes for one of ours."""
     return behind_ours(show_hidden(text))
 
 
 def safe_completions(found: Completions, *, code: str, position: int) -> Completions:
-    """Those that only add to what stands before the cursor, and are Python: a name, an attribute, a key.
+    """Keep the completions that only extend the text before the cursor: a name, an attribute, a key.
 
-    A front end puts one that is alone into the cell without asking: none may rewrite it, or be more than it seems.
+    A front end inserts a single completion without asking: none may rewrite the cell, or be more than it seems.
     """
     start = found.start if 0 <= found.start <= position else position
     before, typed = code[:start], code[start:position]
@@ -152,7 +153,7 @@ def safe_completions(found: Completions, *, code: str, position: int) -> Complet
 
 
 def _can_follow(before: str, match: str) -> bool:
-    """``match`` is a whole name behind ``before``, or the key of a dict there, whose quote may be open."""
+    """Check that ``match`` is a whole name after ``before``, or the key of a dict there, whose quote may be open."""
     last = before[-1:]
     if len(match) > _LONGEST_COMPLETION or not match.isprintable() or _UNSEEN.search(match):
         return False
@@ -172,7 +173,7 @@ def _escaped(char: str) -> str:
 
 
 def cleaned(message: Message) -> Message:
-    """A message with every text of it cleaned; a list of texts is one of names."""
+    """Return a message with all its texts cleaned; lists of texts are lists of names."""
     texts: dict[str, Any] = {}
     for name, value in vars(message).items():
         if isinstance(value, str):
@@ -186,16 +187,16 @@ def cleaned(message: Message) -> Message:
 _NEEDS_CLEANING = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff]")
 _OTHER_ENDS = re.compile("\r\n?|[\u2028\u2029]")  # of lines
 _SURROGATES = re.compile(r"[\ud800-\udfff]")
-# Letters and marks that are drawn as nothing, or as a blank; some may stand in a name of Python.
+# Letters and marks that are drawn as nothing, or as a blank; some are valid in Python names.
 _BLANK = "\\u034f\\u115f\\u1160\\u17b4\\u17b5\\u180b-\\u180f\\u2800\\u3164\\uffa0\\U000e0100-\\U000e01ef"
 _HIDDEN = re.compile(rf"[\u00ad\u061c\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff{_BLANK}]")
-_UNSEEN = re.compile(rf"[\ufe00-\ufe0f{_BLANK}]")  # in a name; in a text the first choose how an emoji is drawn
+_UNSEEN = re.compile(rf"[\ufe00-\ufe0f{_BLANK}]")  # in a name; in a text, the first ones select how an emoji is drawn
 
 
 def safe_bundle(bundle: object, *, is_this_machine: bool, rest_is_in: str = "") -> Bundle:
-    """The part of a rich output that may be shown; always with a text/plain. What is too long is cut, then cleaned.
+    """Return the part of a rich output that may be shown, always with a text/plain; long texts are cut.
 
-    ``rest_is_in``: the line that shows more of a text, which is cut sooner then.
+    ``rest_is_in``: the command that shows the rest; a text is cut sooner then.
     """
     if not isinstance(bundle, dict):
         return {"text/plain": ""}
@@ -205,7 +206,7 @@ def safe_bundle(bundle: object, *, is_this_machine: bool, rest_is_in: str = "") 
     refused = {} if is_this_machine else {mime: fault for mime in safe if (fault := _fault_of_image(mime, safe[mime]))}
     safe = {mime: value for mime, value in safe.items() if mime not in refused}
     safe["text/plain"] = _clean_beginning(safe.get("text/plain", ""), rest_is_in)
-    if not is_this_machine and not safe.keys().isdisjoint(_IMAGES):  # a terminal shows it in the place of an image
+    if not is_this_machine and not safe.keys().isdisjoint(_IMAGES):  # a terminal shows it in place of the image
         safe["text/plain"] = textwrap.indent(without_colours(safe["text/plain"]), _BESIDE_IMAGE, lambda line: True)
     told = [f"... an {mime} {fault} is not shown ..." for mime, fault in refused.items()]
     safe["text/plain"] = "\n".join(filter(None, [safe["text/plain"], *told]))
@@ -217,7 +218,7 @@ def safe_bundle(bundle: object, *, is_this_machine: bool, rest_is_in: str = "") 
 
 
 def _safe_sizes(said: object, shown: Bundle) -> dict[str, dict[str, int]]:
-    """The sizes in which images are to be shown, in pixels."""
+    """Return the valid sizes for showing the images, in pixels."""
     sizes: dict[str, dict[str, int]] = {}
     for mime in _IMAGES:
         of = said.get(mime) if isinstance(said, dict) and mime in shown else None
@@ -233,7 +234,7 @@ def _is_size(value: object) -> bool:
 
 
 def _clean_beginning(text: str, rest_is_in: str) -> str:
-    """What is shown of a text: to clean tens of megabytes takes most of a minute, and so does to draw them."""
+    """Clean a text, cut if long: cleaning and drawing tens of megabytes take most of a minute."""
     most_chars = MOST_CHARS_AT_FIRST if rest_is_in else MOST_TEXT_CHARS
     if len(text) <= most_chars:
         return clean_words(text)
@@ -242,7 +243,7 @@ def _clean_beginning(text: str, rest_is_in: str) -> str:
 
 
 def _fault_of_image(mime: str, value: str) -> str:
-    """Why an image is not shown; empty for one that may be, and for what is none."""
+    """Say why an image is not shown; empty if it may be, and for other types."""
     if mime not in _IMAGES:
         return ""
     size = _size_of_image(mime, value)
@@ -253,9 +254,9 @@ def _fault_of_image(mime: str, value: str) -> str:
 
 
 def _size_of_image(mime: str, value: str) -> Size | None:
-    """None where it is no such image, or has something in it that could end the attribute of a page."""
+    """Read the size of an image; None if it is not such an image, or could break out of a page's attribute."""
     try:
-        rest = value.encode("ascii").translate(None, _BASE64 + _BLANKS)  # no words of it are made: they take memory
+        rest = value.encode("ascii").translate(None, _BASE64 + _BLANKS)  # not split: that takes memory
         if rest and (rest not in (b"=", b"==") or value.rstrip().rstrip("=").count("=")):
             return None
         head = value[:_MOST_HEADER_CHARS].encode("ascii").translate(None, _BLANKS)
@@ -265,17 +266,17 @@ def _size_of_image(mime: str, value: str) -> Size | None:
 
 
 class _JsonCleaner:
-    """Cleans the texts of one JSON value, as far as there is room for them."""
+    """A cleaner of the texts of one JSON value, up to a total size."""
 
     def __init__(self) -> None:
         self._room_chars = MOST_TEXT_CHARS
 
     def clean(self, value: Any, *, depth: int = 0) -> Any:
-        """JSON with clean texts, and not so deep that a front end could not write it."""
+        """Clean all texts, and cut off levels so deep that a front end could not serialise them."""
         if isinstance(value, str):
             return self._clean_text(value)
         if isinstance(value, int) and value.bit_length() > _MOST_BITS:
-            return str(value)  # a front end has no such number, and all at once take long to write
+            return str(value)  # JavaScript has no such number, and many take long to write
         if not isinstance(value, (list, dict)):
             return value
         if depth == _MAX_DEPTH:

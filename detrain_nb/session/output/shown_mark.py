@@ -1,4 +1,4 @@
-"""A moment in what came from a node: it is acknowledged there when all that came before has been shown."""
+"""A point in the messages of a node: they are acknowledged when everything before it has been shown."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from ...wire import Unfinished
 
 @dataclass
 class ShownMark:
-    """``unfinished``: the lines that had not ended then; ``number``: of the last message before it."""
+    """A point in the messages of a node.
+
+    ``unfinished``: the lines unfinished at that point; ``number``: of the last message before it.
+    """
 
     unfinished: list[Unfinished]
     is_shown: Callable[[], bool]
