@@ -240,7 +240,7 @@ def test_syntax_error_is_found_before_anything_is_sent(kernel: Any) -> None:
 
 def test_collectives_are_compared_where_the_settings_say_so(kernel: Any) -> None:
     kernel.run("%%distributed\ndist.barrier()")
-    assert kernel.run("%distributed config check=on").text().startswith("the process groups are made anew before the ")
+    assert kernel.run("%distributed config check=on").text().startswith("the process groups are recreated before the ")
     assert kernel.run("%distributed config check=on").text() == "", "nothing changes"
     shown = kernel.run("%%distributed\ndist.all_reduce(torch.ones(3 + rank))").error
     assert "different collectives, here all_reduce (SUM) of Float [3]: nothing was sent" in shown

@@ -42,7 +42,7 @@ def test_stop_button_frees_a_hung_collective(kernel: Any) -> None:
     )
     assert stopped.status == "error"
     assert re.search(r"rank 0 waited in all_reduce #\d+ \(line 4\): freed", stopped.error)
-    assert "make again what was made with the old ones: ddp" in stopped.error
+    assert "recreate what was made with the old ones: ddp" in stopped.error
     assert "cell 4, line 4" in stopped.error
     assert "gloo" not in stopped.error, "what torch says of being freed is not the user's business"
     assert kernel.run("%%distributed\nt = torch.ones(1); dist.all_reduce(t); kept, t.item()").rich() == [
@@ -132,8 +132,8 @@ _PRESS_SOON = "import os, signal, threading; threading.Timer(0.3, os.kill, (os.g
         ("%distributed where", "SessionError: %distributed where was interrupted"),
         (
             "%broadcast kept --from 1 -r 1",
-            "broadcast of kept was interrupted, some ranks may have it; "
-            "the process groups are made anew before the next cell",
+            "broadcast of kept was interrupted: some ranks may have it; "
+            "the process groups are recreated before the next cell",
         ),
     ],
 )

@@ -900,12 +900,12 @@ def test_steps_that_are_none_are_not_known(said: Any) -> None:
 @pytest.mark.parametrize(
     ("away", "words"),
     [
-        ((), "ranks 0-1 do not answer: the node is busy, or what ranks 0-1 printed is still on its way"),
+        ((), "ranks 0-1 do not answer: the node is busy, or output of ranks 0-1 is still arriving"),
         (
             (1,),
-            "rank 1: no connection to its node, the stop comes there when there is one again\nrank 0 does not answer",
+            "rank 1: no connection to its node; the stop takes effect when it is back\nrank 0 does not answer",
         ),
-        ((0, 1), "ranks 0-1: no connection to their node, the stop comes there when there is one again"),
+        ((0, 1), "ranks 0-1: no connection to their node; the stop takes effect when it is back"),
     ],
 )
 def test_stop_advises_no_kill_of_ranks_that_only_cannot_be_heard(away: tuple[int, ...], words: str) -> None:

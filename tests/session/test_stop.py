@@ -195,7 +195,7 @@ def test_blocked_rank_is_freed_and_keeps_its_variables(
     stopped = _stop(equipped, code)
     assert re.search(story, stopped.note), stopped.note
     assert "all ranks stopped and kept their variables" in stopped.note
-    assert set(re.findall(r"\w+", stopped.note.partition("make again")[2])) >= STALE, stopped.note
+    assert set(re.findall(r"\w+", stopped.note.partition("recreate")[2])) >= STALE, stopped.note
     assert all(error.interrupted for error in stopped.errors.values())
     assert _counters(equipped) == before
     _assert_freed(caplog, 0, 1)
@@ -271,7 +271,7 @@ def test_collective_that_was_begun_never_meets_the_next_cell(equipped: Session, 
     """A stop can come between the begin of a collective and the wait for it, on one rank and not on the other."""
     before = _counters(equipped)
     error = _stop_or_fail(equipped, f"{code}\n{end}")
-    assert set(re.findall(r"\w+", error.note.partition("make again")[2])) >= STALE, error.note
+    assert set(re.findall(r"\w+", error.note.partition("recreate")[2])) >= STALE, error.note
     assert _counters(equipped) == before
     assert_works(equipped)
 
@@ -286,7 +286,7 @@ def test_press_while_it_is_looked_who_is_in_step_ends_the_groups_without_asking(
 
     monkeypatch.setattr(link_of(equipped), "look", press)
     error = _stop_or_fail(equipped, f"{_OUT_OF_STEP['begun by one rank alone']}\n{end}")
-    assert "the process groups are made anew" in error.note
+    assert "the process groups are recreated" in error.note
     assert_works(equipped)
 
 
@@ -301,7 +301,7 @@ def test_rank_that_was_left_in_a_stopped_cell_is_looked_at_when_it_has_ended_it(
     assert "process groups" not in stopped.note
     watcher = Watcher()
     assert equipped.run_cell(COLLECTIVE, observer=watcher).values == {0: 2.0, 1: 2.0}
-    assert "make again what was made with the old ones" in "".join(watcher.notices)
+    assert "recreate what was made with the old ones" in "".join(watcher.notices)
 
 
 def _stop_or_fail(session: Session, code: str) -> RankError:
@@ -355,7 +355,7 @@ def test_backward_on_the_cpu_is_interrupted_when_it_returns(
         equipped.run_cell(code, observer=watcher)
     assert "rank 1 is computing at line 4" in caught.value.note
     assert "rank 1 is computing at line 4" in "".join(watcher.waited), "said while it is waited for, too"
-    assert "press stop again to free it without looking" in "".join(watcher.waited), "the button works then"
+    assert "press stop again to free it without checking" in "".join(watcher.waited), "the button works then"
     assert "press stop" not in caught.value.note
     assert not _freed(caplog)
     assert equipped.run_cell(COLLECTIVE).values == {0: 2.0, 1: 2.0}
@@ -397,7 +397,7 @@ def test_second_press_ends_the_generation_without_asking(
     before = _counters(equipped)
     stopped = _stop(equipped, code, 0.3, 1.3)
     assert "all ranks stopped and kept their variables" in stopped.note
-    assert "the process groups are made anew" in stopped.note
+    assert "the process groups are recreated" in stopped.note
     _assert_freed(caplog, 0, 1)
     assert _counters(equipped) == before
     assert_works(equipped)
@@ -466,10 +466,10 @@ def impatient(equipped: Session, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_presses_are_counted_when_the_prompt_has_come_back_too(equipped: Session, impatient: None) -> None:
     stopped = _stop(equipped, f"if rank == 1:\n    {_SWALLOWS.replace(chr(10), chr(10) + ' ' * 4)}")
     may = "may catch KeyboardInterrupt, or wait in C code"
-    works = "run %distributed interrupt to free it without looking, "
+    works = "run %distributed interrupt to free it without checking, "
     assert re.search(rf"^rank 1 is at line \d \(\d+ s\): .* {may}; {works}", stopped.note), stopped.note
     [second] = equipped.stop_cells().values()
-    assert "the process groups are made anew" in second
+    assert "the process groups are recreated" in second
     again = "run %distributed interrupt once more while it runs cell"
     assert re.search(rf"; {again} \d+, or %distributed interrupt --kill 1, to replace it", second), second
     [third] = equipped.stop_cells().values()
@@ -521,7 +521,7 @@ def test_stop_while_a_cell_waits_for_one_that_nobody_has_stopped_leaves_that_alo
     finally:
         go.touch()
         beside.join()
-    assert "%distributed interrupt stops that" in watcher.said
+    assert "stop it with %distributed interrupt" in watcher.said
     assert equipped.pull("is_done", ranks=1) == {1: True}
 
 
@@ -861,7 +861,7 @@ def test_rank_that_a_signal_has_stopped_is_said_to_be_so(equipped: Session, monk
     monkeypatch.setattr(equipped.settings.limits, "compute_s", 0.2)
     code = "import os, signal, time\nif rank == 1: os.kill(os.getpid(), signal.SIGSTOP)\ntime.sleep(30)"
     stopped = _stop(equipped, code).note
-    assert "rank 1 is stopped by a signal" in stopped and "kill -CONT PID lets it go on" in stopped
+    assert "rank 1 is stopped by a signal" in stopped and "kill -CONT PID lets it continue" in stopped
     assert equipped.ranks.where().verdicts[1].kind == "stopped"
     psutil.Process(equipped.status().ranks[1].pid).resume()
     assert_works(equipped)

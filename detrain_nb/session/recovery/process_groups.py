@@ -1,4 +1,4 @@
-"""The ranks' process groups, generation after generation: made, ended whoever waits in them, and made anew."""
+"""The ranks' process groups, one generation after another: made, ended even while ranks wait in them, and recreated."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from ..state.rank_deaths import describe_ends
 from ..state.requests import Request
 
 _ATTEMPTS = 3
-_MOST_STALE = 100  # variables that one rank names
+_MOST_STALE = 100  # variables reported by one rank
 
 
 class ProcessGroups:
-    """Those of one session. What is known of them is in its state."""
+    """The process groups of one session; what is known of them is in its state."""
 
     def __init__(self, link: RankLink) -> None:
         self._link = link
@@ -26,7 +26,7 @@ class ProcessGroups:
         self._groups = link.state.groups
 
     def mend_for_some(self) -> str:
-        """As ``mend``, for a cell that can do without; says why there is no group. The same ranks are asked once."""
+        """Recreate the groups for a cell that can do without; returns why there is none, once for the same ranks."""
         if self._groups.is_given_up(self._state.incarnations) and not self._groups.all_have(self._state.ranks):
             return ""
         try:
@@ -40,9 +40,9 @@ class ProcessGroups:
         return ""
 
     def mend(self) -> None:
-        """Make the default group anew when a cell has destroyed it, or its generation was ended.
+        """Recreate the default group when a cell has destroyed it, or its generation was ended.
 
-        Needs every rank idle, and waits for them. Ranks that are lost meanwhile are waited for again.
+        Needs every rank idle, and waits for them, also for ranks that are lost meanwhile and restart.
         """
         for attempt in range(_ATTEMPTS):
             if self._groups.all_have(self._state.ranks):
@@ -56,20 +56,20 @@ class ProcessGroups:
                     raise
 
     def make(self, *, tell: Callable[[Collection[int]], None] = lambda ready: None) -> None:
-        """Let all ranks make the default group of the next generation; ``tell`` gets the ranks that have it.
+        """Make the default group of the next generation on all ranks; ``tell`` receives the ranks that have it.
 
-        Raises: LaunchError with their reason, RankLost when one ends meanwhile. Nobody is left waiting then.
+        Raises: LaunchError with the ranks' reason; RankLost when one dies meanwhile. No rank is left waiting then.
         """
         self.end()
         number = self._groups.begin(self._state.incarnations)
         ready = self._groups.expect_ready(self._state.ranks)
-        for rank, end in self._state.lost.items():  # its loss was told before anybody waited for it
+        for rank, end in self._state.lost.items():  # it was lost before this request
             ready.fail(RankLost(describe_ends({rank: end}, hosts={}), ranks=[rank]), rank=rank)
         self._send_new(number)
         try:
             self._wait_for_group(ready, tell)
         except BaseException:
-            self.end()  # those that wait for the others
+            self.end()  # frees the ranks that wait for the others
             ready.wait_quietly(self._limits.group_end_s)
             raise
         finally:
@@ -80,9 +80,9 @@ class ProcessGroups:
             raise LaunchError(f"{format_ranks(failed)} could not make the process group: {quote(failed[min(failed)])}")
 
     def begin(self) -> None:
-        """Let all ranks count the groups that cells make from one, where they would not do so alike.
+        """Start a new generation if the ranks would not count the groups that cells make alike.
 
-        That is where one is fresh, where the last generation was ended, or where it is compared in another way.
+        That is the case when a rank is fresh, the last generation was ended, or the comparison was switched on or off.
         """
         if not self._groups.is_current(self._state.incarnations):
             self.end()
@@ -92,7 +92,7 @@ class ProcessGroups:
         self._link.send(NewGeneration(list(self._state.ranks), number, self._groups.is_checked, self._groups.is_wanted))
 
     def _wait_for_group(self, ready: Request, tell: Callable[[Collection[int]], None]) -> None:
-        """Wait for all; when one cannot make it, the others wait in vain."""
+        """Wait for all ranks; when one cannot make the group, end it, as the others would wait in vain."""
         deadline = time.monotonic() + self._limits.group_s
         while not ready.wait_quietly(0.05) and not ready.has_failed:
             if time.monotonic() >= deadline:
@@ -104,20 +104,20 @@ class ProcessGroups:
         ready.wait(0.0, what="making the process group")
 
     def end(self, *, without_waiting_for: Iterable[int] = ()) -> Sequence[str]:
-        """End the present generation in every rank, whoever waits in it; returns the variables that were made with it.
+        """End the present generation on every rank, even while ranks wait in it; returns the variables made with it.
 
-        A rank that does not answer in time, or is not waited for, ends it when it can. One that has ended may have
-        groups again, which a cell has made.
+        A rank that does not answer in time, or is not waited for, ends it when it can. Ranks that have ended it may
+        have groups again, made by a cell.
         """
         if self._groups.is_ended and not self._state.busy and not self._groups.any_has:
             return []
         lost = self._state.lost
         answering = {rank for rank in self._state.ranks if rank not in lost} - set(without_waiting_for)
-        # one that starts may have been told to make it, if that crossed the news of a death
+        # a starting rank may have been told to make it, if that crossed the report of a death
         told = [rank for rank in self._state.ranks if rank not in lost or not lost[rank].down]
         ended = self._groups.expect_end(answering)
         self._link.send(EndGeneration(told, self._groups.number))
-        self._groups.note_end()  # after it was sent: a stop may come in between, and ranks end it once
+        self._groups.note_end()  # after sending: a stop may come in between, and ranks end it only once
         ended.wait_quietly(self._limits.group_end_s if answering else 0.0)
         self._state.requests.end(ended)
         stale: set[str] = set()
@@ -128,9 +128,9 @@ class ProcessGroups:
         return self._groups.stale
 
     def broadcast(self, names: list[str], ranks: Iterable[int], *, source: int) -> dict[int, list[str]]:
-        """Send variables from rank ``source`` to ``ranks``, directly; returns their optimizers that train no model now.
+        """Send variables from rank ``source`` directly to ``ranks``; returns their optimizers that now train no model.
 
-        Raises: SessionError with what was refused, CellInterrupted after KeyboardInterrupt.
+        Raises: SessionError when a rank refuses, RankLost, CellTimeout; CellInterrupted after KeyboardInterrupt.
         """
         everyone = sorted({*ranks, source})
         with self._link.request(everyone) as request:
@@ -139,21 +139,21 @@ class ProcessGroups:
                 request.wait(self._limits.value_s, what=f"broadcast of {', '.join(names)}")
                 return _orphans(request)
             except (RankLost, CellTimeout, KeyboardInterrupt) as exc:
-                self.end()  # the others wait for what will not come
-                request.leave_as(f"the broadcast of {', '.join(names)}")  # a large value takes its time to be unpacked
+                self.end()  # the others would wait in vain
+                request.leave_as(f"the broadcast of {', '.join(names)}")  # a large value takes time to unpack
                 request.wait_quietly(self._limits.group_end_s)
                 if not isinstance(exc, KeyboardInterrupt):
                     raise
                 groups = describe_new_groups(self._groups.stale, is_wanted=self._groups.is_wanted)
-                note = f"broadcast of {', '.join(names)} was interrupted, some ranks may have it; {groups}"
+                note = f"broadcast of {', '.join(names)} was interrupted: some ranks may have it; {groups}"
                 raise CellInterrupted({}, world_size=self._state.world_size, note=note) from None
 
 
 def describe_new_groups(stale: Iterable[str], *, is_wanted: bool = True) -> str:
-    """What the user has to know when a generation was ended; ``stale`` was made with it."""
-    again = f"make again what was made with the old ones: {', '.join(stale)}" if stale else ""
+    """Say what happens after a generation was ended; ``stale`` are the variables made with it."""
+    again = f"recreate what was made with the old ones: {', '.join(stale)}" if stale else ""
     if is_wanted:
-        return "the process groups are made anew before the next cell" + (f": {again}" if again else "")
+        return "the process groups are recreated before the next cell" + (f": {again}" if again else "")
     return "the process groups were ended: call dist.init_process_group() again" + (f", then {again}" if again else "")
 
 

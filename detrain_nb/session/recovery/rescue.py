@@ -1,9 +1,9 @@
-"""What happens to a cell that is stopped, or that lost a rank: who is blocked is freed, who computes is left alone.
+"""The rescue of a cell that is stopped, or that lost a rank: waiting ranks are freed, computing ranks are left alone.
 
-A first press of stop raises KeyboardInterrupt on every rank. Ranks that wait in a collective or in the store cannot see
-it: their generation of process groups is ended on every rank, and their wait with it. A rank that computes sees it when
-it returns to Python. A second press ends the generation without asking, a third replaces the ranks that are left.
-Presses are counted cell by cell, for as long as a rank runs it: also when the prompt has come back in between.
+A first press of stop raises KeyboardInterrupt on every rank. Ranks that wait in a collective or in the store cannot
+notice it: their generation of process groups is ended on every rank, and their wait with it. A rank that computes
+notices it when it returns to Python. A second press ends the generation without checking, a third replaces the ranks
+that are left. Presses are counted per cell for as long as a rank runs it, even if the prompt returned in between.
 """
 
 from __future__ import annotations
@@ -22,25 +22,25 @@ from ..state.rank_deaths import advice
 from .process_groups import ProcessGroups, describe_new_groups
 
 _PRESSES = 3
-# A stop meets each rank at another line: one may have taken the optimizer's step, and another not.
-_MAY_BE_APART = "replicas of a model may be a step apart: %broadcast MODEL,OPTIMIZER makes them the same"
-_GOES_ON = "%distributed interrupt stops that"
+# A stop interrupts each rank at a different line: one may have taken the optimizer's step, and another not.
+_MAY_BE_APART = "replicas of a model may be a step apart: %broadcast MODEL,OPTIMIZER makes them equal"
+_GOES_ON = "stop it with %distributed interrupt"
 
 
 class Rescue:
-    """One per session."""
+    """The rescue of stopped cells of one session."""
 
     def __init__(self, link: RankLink, groups: ProcessGroups) -> None:
         self._link = link
         self._limits = link.limits
         self._state = link.state
         self._groups = groups
-        self._unfinished: list[Cell] = []  # stopped, but some rank was still in them
+        self._unfinished: list[Cell] = []  # stopped, but still running on some rank
 
     def stop(self, cell: Cell) -> str:
-        """Stop ``cell`` on the ranks that still run it; says in words how that went.
+        """Stop ``cell`` on the ranks that still run it; returns a description of the result.
 
-        Pressed again, now or when this has returned, it does more.
+        A further press, during this call or after it, escalates.
         """
         with cell.being_stopped() as told:
             story = self._begin(cell)
@@ -49,14 +49,14 @@ class Rescue:
         return told[0]
 
     def free(self, cell: Cell) -> str:
-        """The same where nobody has pressed: ranks that come free are given time to end the cell."""
+        """Do the same without a press: ranks that are freed get time to end the cell."""
         story = self._begin(cell)
         try:
             self._press(1, story)
             if not cell.wait(self._limits.free_s) and not cell.is_cut_off:
                 cell.note_stop()
                 story.verdicts = self._judge(story)
-        except KeyboardInterrupt:  # now somebody has
+        except KeyboardInterrupt:  # now stop was pressed
             self._press_until_it_ends(story)
         return self._end_of(story)
 
@@ -74,10 +74,9 @@ class Rescue:
                 return
 
     def stop_in_the_way(self, runs: Iterable[Cell]) -> str:
-        """Stop was pressed while a cell waited for ``runs``: the next press for those that were stopped before.
+        """Press stop once more for those of ``runs`` that were already stopped: a cell that waits for them was stopped.
 
-        Says in one line what became of each, and below it what to do about ranks that it replaced; cells that nobody
-        has stopped go on.
+        Returns a line with what happened to each, then advice about replaced ranks. Cells never stopped before go on.
         """
         words, replaced = [], {}
         for cell in sorted(runs, key=lambda cell: cell.number):
@@ -90,7 +89,7 @@ class Rescue:
         return "\n".join(["; ".join(words), *advice(replaced, world_size=self._state.world_size)])
 
     def describe_in_the_way(self, busy: Mapping[int, Cell]) -> str:
-        """What a cell waits for that needs ranks which run others, and what a stop does now."""
+        """Describe what a cell waits for while its ranks run others, and what a stop does now."""
         parts = []
         for cell in sorted(set(busy.values()), key=lambda cell: cell.number):
             ranks = [rank for rank in busy if busy[rank] is cell]
@@ -102,9 +101,9 @@ class Rescue:
         return "; ".join(parts)
 
     def make_way(self, cell: Cell, *, gap_s: float) -> None:
-        """Stop was pressed, perhaps by a front end that restarts its kernel: give it time to leave the session.
+        """Give a front end that may be restarting its kernel time to leave the session, after stop was pressed.
 
-        Raises: SessionError when it has: then the cell goes on without us.
+        Raises: SessionError when it has left: the cell then goes on without us.
         """
         with contextlib.suppress(KeyboardInterrupt):
             cell.wait(gap_s)
@@ -113,21 +112,21 @@ class Rescue:
 
     def _end_of(self, story: _Story) -> str:
         story.cell.observers.waiting("")
-        with contextlib.suppress(KeyboardInterrupt):  # it is stopped
+        with contextlib.suppress(KeyboardInterrupt):  # it was stopped already
             self._end_what_is_out_of_step(story)
         return story.told()
 
     def after_failure(self, cell: Cell) -> str:
-        """``cell`` has not ended well: what the user has to know of its process groups, in words, or nothing."""
+        """Describe what the failure of ``cell`` means for its process groups; empty if they are as before."""
         story = self._begin(cell)
-        with contextlib.suppress(KeyboardInterrupt):  # it has ended
+        with contextlib.suppress(KeyboardInterrupt):  # the cell has ended
             self._end_what_is_out_of_step(story)
         return story.told_of_groups()
 
     def before_a_cell(self) -> str:
-        """The same of cells that were stopped earlier, and that all ranks may have left since.
+        """Do the same for cells stopped earlier, which all ranks may have left since.
 
-        Raises: KeyboardInterrupt, when the groups were looked at or ended.
+        Raises: KeyboardInterrupt, when stop is pressed during the look at the groups, or their end.
         """
         words = ""
         unfinished, self._unfinished = self._unfinished, []
@@ -137,14 +136,14 @@ class Rescue:
         return words
 
     def forget_stopped(self) -> None:
-        """Ranks get other numbers: all have left the cells that were stopped."""
+        """Forget the stopped cells before ranks are renumbered: all ranks have left them."""
         self._unfinished.clear()
 
     def after_death(self, cell: Cell) -> None:
-        """A rank of ``cell`` was lost: end its generation, and what the others still do."""
+        """End the generation after a rank of ``cell`` was lost, and stop the other ranks."""
         if cell.is_cut_off:
             return
-        with contextlib.suppress(KeyboardInterrupt):  # it is under way
+        with contextlib.suppress(KeyboardInterrupt):  # already being stopped
             self._free(self._begin(cell))
             cell.wait(self._limits.after_death_s)
         with contextlib.suppress(KeyboardInterrupt):
@@ -167,14 +166,14 @@ class Rescue:
             self._link.send(Replace(list(left), cell.number))
             if not cell.wait(self._limits.replace_s):
                 story.verdicts = self._judge(story)
-            story.replaced = tuple(rank for rank in left if rank in cell.lost)  # the end of another was on its way
+            story.replaced = tuple(rank for rank in left if rank in cell.lost)  # another one's end was just arriving
 
     def _interrupt(self, cell: Cell) -> None:
         if cell.running:
             self._link.send(Interrupt(list(cell.running), cell.number))
 
     def _free_who_waits(self, story: _Story) -> None:
-        """Look who waits; with nobody waiting, give those that compute some time."""
+        """Free the ranks that wait; while none waits, give those that compute some time."""
         cell = story.cell
         deadline = time.monotonic() + self._limits.compute_s
         while cell.running and not cell.is_cut_off:
@@ -194,10 +193,10 @@ class Rescue:
             cell.wait(max(0.0, min(1.0, deadline - time.monotonic())))
 
     def _end_what_is_out_of_step(self, story: _Story) -> None:
-        """One rank may have begun a collective that another has not: end the groups if that is so, or not known.
+        """End the groups if one rank may have begun a collective that another has not.
 
-        An interrupt can come right after a collective was begun, before it is waited for. In the next one, ranks would
-        take what was sent for the earlier one; gloo ends the process where the sizes differ.
+        An interrupt may come right after a collective was begun, before its wait. In the next one, ranks would receive
+        what was sent for the earlier one; gloo aborts the process if the sizes differ.
         """
         cell = story.cell
         if story.has_ended_generation or cell.lost or cell.is_cut_off:
@@ -209,14 +208,14 @@ class Rescue:
             return
         try:
             evidence = self._look_at_idle()
-        except KeyboardInterrupt:  # pressed once more: then nobody is asked
+        except KeyboardInterrupt:  # pressed once more: end them without checking
             self._free(story)
             raise
         if not are_in_step(evidence):
             self._free(story)
 
     def _look_at_idle(self) -> Sequence[Evidence]:
-        """What all ranks have begun with others; one that is slow to say so on a busy machine is asked again."""
+        """Look at what all ranks have begun with others; ranks that are slow to report it are asked again."""
         deadline = time.monotonic() + self._limits.known_s
         while True:
             _, evidence = self._link.look(self._state.ranks, before={}, stack=False)
@@ -232,12 +231,12 @@ class Rescue:
         story.stale = self._groups.end(without_waiting_for=computing)
 
     def _judge(self, story: _Story) -> dict[int, Verdict]:
-        """What the ranks do that still run the cell, from two looks."""
+        """Judge what the ranks that still run the cell are doing, from two looks."""
         cell = story.cell
         everyone = self._state.ranks
         before: dict[int, Position] = self._link.locate(cell.running, stack=False)
-        for rank, position in before.items():  # asked after the cell was sent, if it was
-            if position.state == "idle":  # and its end, which would have come before this, was lost, if there was one
+        for rank, position in before.items():  # asked after the cell was sent, if it was sent at all
+            if position.state == "idle":  # its end, due before this answer, was lost
                 with self._state.held():
                     cell.withdraw(rank)
         cell.wait(self._limits.judge_gap_s)
@@ -262,7 +261,7 @@ class _Story:
         self.replaced: tuple[int, ...] = ()
 
     def told(self) -> str:
-        """In words; one line for each thing the user may have to do."""
+        """Return the description: one line for each thing the user may have to do."""
         lines = []
         is_open = not self.cell.is_cut_off
         if freed := [verdict for rank, verdict in self.freed.items() if not (is_open and rank in self.cell.running)]:
@@ -282,21 +281,21 @@ class _Story:
         return "\n".join(lines)
 
     def told_of_groups(self) -> str:
-        """Empty where they are as they were."""
+        """Return what happened to the process groups; empty if they are as before."""
         if not self.has_ended_generation:
             return ""
         return describe_new_groups(self.stale, is_wanted=self.is_group_wanted)
 
     def describe_left(self, *, is_cell_shown: bool = False) -> str:
-        """The ranks that still run the cell, where they are, and what can be done.
+        """Describe where the ranks are that still run the cell, and what the user can do.
 
-        ``is_cell_shown``: the notebook waits for them, else it has its prompt again, and its stop button does nothing.
+        ``is_cell_shown``: the notebook waits for them; else it has its prompt again, and its stop button has no effect.
         """
         away = [rank for rank in self.cell.running if not self._is_reachable(rank)]
         left = [rank for rank in self.cell.running if rank not in away]
         if away:
             _, _, their, _ = _pronouns(away)
-            words = f"{format_ranks(away)}: no connection to {their} node, the stop comes there when there is one again"
+            words = f"{format_ranks(away)}: no connection to {their} node; the stop takes effect when it is back"
             return f"{words}\n{self._describe_there(left, is_cell_shown=is_cell_shown)}" if left else words
         return self._describe_there(left, is_cell_shown=is_cell_shown)
 
@@ -306,7 +305,7 @@ class _Story:
         seconds = max((verdict.evidence.seconds for verdict in verdicts), default=0.0)
         what = describe_wait(verdicts) or f"{format_ranks(unseen)} did not answer"
         if verdicts and all(verdict.kind == "no answer" for verdict in verdicts):
-            return f"{what}: the node is busy, or what {format_ranks(left)} printed is still on its way"
+            return f"{what}: the node is busy, or output of {format_ranks(left)} is still arriving"
         stopped = [verdict.rank for verdict in verdicts if verdict.kind == "stopped"]
         is_in_python = verdicts and not any(verdict.kind == "computes" for verdict in verdicts)
         they, them, their, s = _pronouns(left)
@@ -316,28 +315,26 @@ class _Story:
             else f"{they} stop{s} when {they} return{s} to Python"
         )
         if stopped:
-            why = (
-                f"kill -CONT PID lets {_pronouns(stopped)[1]} go on, and see the stop (%distributed status has its PID)"
-            )
+            why = f"kill -CONT PID lets {_pronouns(stopped)[1]} continue and stop (PID: see %distributed status)"
         kill = f"%distributed interrupt --kill {short_ranks(left)}"
         press = "press stop again" if is_cell_shown else "run %distributed interrupt"
         if self.cell.presses < 2:
-            advice = f"{press} to free {them} without looking, {kill} replaces {them}"
+            advice = f"{press} to free {them} without checking, or {kill} to replace {them}"
         else:
             advice = f"{press} once more while {they} run{s} cell {self.cell.number}, or {kill}, to replace {them}"
         return f"{what} ({seconds:.0f} s): {why}; {advice}: {their} variables are lost"
 
 
 def _pronouns(ranks: Collection[int]) -> tuple[str, str, str, str]:
-    """They, them, their, and the end of what one does."""
+    """Return they, them, their, and the ending of a verb after they, for one rank or several."""
     return ("it", "it", "its", "s") if len(ranks) == 1 else ("they", "them", "their", "")
 
 
 def _next_press(cell: Cell, ranks: Collection[int]) -> str:
-    """What a stop does to a cell that another waits for."""
+    """Describe what a stop does to a cell that another waits for."""
     _, them, their, _ = _pronouns(ranks)
     if cell.presses == 0:
-        return f"a stop ends this wait: {_GOES_ON}"
+        return f"a stop ends only this wait: {_GOES_ON}"
     if cell.presses == 1:
         return f"a second stop ends {their} process groups and interrupts {them} again"
     return f"a third stop replaces {them}: {their} variables are lost"
