@@ -1,10 +1,10 @@
-"""Who waits, who computes, and what does not fit: decided from what is known of every rank, and said in a line.
+"""Which ranks wait or compute, and which collectives differ: decided from the evidence of all ranks, told in a line.
 
-Each source is used where it is right. The flight recorder names collectives, op and sequence number, but neither
-point-to-point operations nor waits in the store; the stack names those, or the call that its innermost frame is in.
-Processor time tells a rank that computes in C from one that sleeps there, save on a GPU, where waiting takes processor
-time as well: there a rank waits when others have not come to its collective. What the main thread sleeps in tells a
-wait for a collective from a sleep while one is under way. All of it is pure: tests feed it cases.
+Each source is used where it is reliable. The flight recorder names collectives, with op and sequence number, but no
+point-to-point operations and no waits in the store; the stack names those, or the call in its innermost frame.
+Processor time tells a rank that computes in C from one that sleeps there, except on a GPU, where waiting takes
+processor time as well: there a rank waits when others have not joined its collective. The kernel function that the main
+thread sleeps in tells a wait for a collective from a sleep while one is in progress. All functions are pure.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from ...errors import format_ranks
 from .evidence import Collective, Evidence
 
 _DISTRIBUTED = "/torch/distributed/"
-_BACKWARD = "/torch/autograd/"  # DDP waits for its collectives below it
-_PASSED_THROUGH = ("/detrain_nb/node/", "/torch/_ops.py:")  # between torch.distributed and what is called in C
-_COMPARED = "/detrain_nb/node/groups/checking.py:"  # its frames have the names of the functions of torch.distributed
-_NOT_WAITING = ("/torch/distributed/checkpoint/",)  # for files, not for other ranks
+_BACKWARD = "/torch/autograd/"  # DDP waits for its collectives in frames under it
+_PASSED_THROUGH = ("/detrain_nb/node/", "/torch/_ops.py:")  # frames between torch.distributed and calls into C
+_COMPARED = "/detrain_nb/node/groups/checking.py:"  # its functions are named as those of torch.distributed
+_NOT_WAITING = ("/torch/distributed/checkpoint/",)  # they wait for files, not for other ranks
 _STANDARD_LIBRARY = re.compile(r"/lib(64)?/python3\.\d+t?/(?!(site|dist)-packages/)|^<frozen ")
 _OWN_WAITS = ("os.wait(", "torch.jit.wait(", "torch._C.wait(")
-_NO_CALL = re.compile(r"[^\w.:/@+<>()\[\]{}=,*'\"-]+")  # blanks too: a call stands in sentences of ours, and is none
+_NO_CALL = re.compile(r"[^\w.:/@+<>()\[\]{}=,*'\"-]+")  # blanks too: it must not read as a sentence of ours
 _WRAPPERS = {"wrapper", "inner", "decorate_context"}
-_MOST_HOSTS = 3  # named one by one
+_MOST_HOSTS = 3  # named individually
 _HOPELESS = 3  # times ``hang_s``
 _MAY_DIFFER = ("scatter", "reduce_scatter", "_reduce_scatter", "all_to_all", "alltoall", "coalesced")
 
-_STOPPED = "signal_stop"  # where the kernel keeps a process that SIGSTOP or SIGTSTP has stopped
+_STOPPED = "signal_stop"  # the kernel function in which a process stopped by SIGSTOP or SIGTSTP sleeps
 
 _Key = tuple[str, int]  # of a collective: its group and its sequence number there
 _Reached = Mapping[str, int]  # group -> sequence number
@@ -37,11 +37,11 @@ _Reached = Mapping[str, int]  # group -> sequence number
 
 @dataclass(frozen=True)
 class Verdict:
-    """``kind`` is waits, computes, sleeps (in Python or C, on its own), stopped (by a signal), or the state of a rank
-    that runs no cell.
+    """What one rank does.
 
-    ``missing``: the ranks that have not come to ``collective``, which the rank waits in. ``is_in_vain``: it is in
-    torch, and to each of the collectives that it has begun and not ended some rank has not come.
+    ``kind`` is waits, computes, sleeps (in Python or C, on its own), stopped (by a signal), or the state of a rank that
+    runs no cell. ``missing``: the ranks that have not joined ``collective``, in which this rank waits. ``is_in_vain``:
+    it is in torch, and every collective that it has begun and not ended lacks some rank.
     """
 
     rank: int
@@ -68,7 +68,7 @@ class Verdict:
 
 
 def judge(ranks: Iterable[Evidence]) -> dict[int, Verdict]:
-    """What each rank is doing."""
+    """Judge what each rank is doing; returns a verdict per rank."""
     everyone = list(ranks)
     reached = {evidence.rank: _reached(evidence) for evidence in everyone}
     return {evidence.rank: _judge(evidence, reached) for evidence in everyone}
@@ -85,14 +85,14 @@ def _judge(evidence: Evidence, reached: Mapping[int, _Reached]) -> Verdict:
     if collective and is_waiting and not _is_elsewhere(evidence):
         is_in_vain = _is_in_torch(evidence) and all(_is_short(each, evidence, reached) for each in evidence.pending)
         return Verdict(rank, "waits", evidence, str(collective), collective, missing, is_in_vain)
-    is_on_gpu = evidence.is_cuda and collective is not None  # all have come: the collective is at work
+    is_on_gpu = evidence.is_cuda and collective is not None  # all ranks have joined: the collective is running
     if not evidence.is_busy and not is_on_gpu and (name := _distributed_function(evidence) or _waiting_call(evidence)):
         return Verdict(rank, "waits", evidence, name)
     return Verdict(rank, "computes" if evidence.is_busy or evidence.cpu_share is None else "sleeps", evidence)
 
 
 def _reached(evidence: Evidence) -> _Reached:
-    """The last collective of each group that a rank has begun, as far as it could say."""
+    """Return the last collective that a rank is known to have begun in each group."""
     reached: dict[str, int] = {}
     for collective in evidence.collectives:
         reached[collective.group] = max(collective.sequence, reached.get(collective.group, 0))
@@ -100,7 +100,7 @@ def _reached(evidence: Evidence) -> _Reached:
 
 
 def _oldest_pending(evidence: Evidence, reached: Mapping[int, _Reached]) -> tuple[Collective | None, tuple[int, ...]]:
-    """The oldest collective that some members of its group have not come to, and these; else the oldest under way."""
+    """Return the oldest collective that lacks members of its group, and these; else the oldest pending one."""
     for collective in evidence.pending:
         if missing := _missing_from(collective, evidence, reached):
             return collective, missing
@@ -108,25 +108,25 @@ def _oldest_pending(evidence: Evidence, reached: Mapping[int, _Reached]) -> tupl
 
 
 def _missing_from(collective: Collective, evidence: Evidence, reached: Mapping[int, _Reached]) -> tuple[int, ...]:
-    """The members of its group that have not come to it; of a group whose members are not known, any ranks."""
+    """Return the members of its group that have not joined it; if the members are unknown, consider all ranks."""
     members = [rank for rank in evidence.members.get(collective.group, reached) if rank in reached]
     return tuple(sorted(rank for rank in members if reached[rank].get(collective.group, 0) < collective.sequence))
 
 
 def _is_short(collective: Collective, evidence: Evidence, reached: Mapping[int, _Reached]) -> bool:
-    """A member of its group, which is known, has not come to it."""
+    """Return whether a member of its group, which must be known, has not joined it."""
     is_known = collective.is_of_all or collective.group in evidence.members
     return is_known and bool(_missing_from(collective, evidence, reached))
 
 
 def _is_in_torch(evidence: Evidence) -> bool:
-    """The main thread waits where torch waits for other ranks, not in a library that has threads of its own."""
+    """Return whether the main thread waits where torch waits for other ranks, not in a library with its own threads."""
     is_in_backward = _BACKWARD in evidence.innermost
     return is_in_backward or bool(_distributed_function(evidence) or _waiting_call(evidence))
 
 
 def _is_elsewhere(evidence: Evidence) -> bool:
-    """The main thread is not where it could wait for a collective: one that is under way will be waited for later."""
+    """Return whether the main thread cannot be waiting for a collective: it will wait for a pending one later."""
     if _is_in_standard_library(evidence) or any(part in evidence.innermost for part in _NOT_WAITING):
         return True
     if not evidence.asleep_in:
@@ -139,7 +139,7 @@ def _is_in_standard_library(evidence: Evidence) -> bool:
 
 
 def _distributed_function(evidence: Evidence) -> str:
-    """The innermost public function of torch.distributed that the rank is in; empty when it is elsewhere."""
+    """Return the innermost public function of torch.distributed that the rank is in; empty if there is none."""
     public = private = ""
     for frame in evidence.stack:
         path, _, function = frame.rpartition(" ")
@@ -150,7 +150,7 @@ def _distributed_function(evidence: Evidence) -> str:
         if _DISTRIBUTED not in path or any(part in path for part in _NOT_WAITING):
             break
         if function == "<module>":
-            return ""  # it is being imported
+            return ""  # the module is being imported
         if not function.startswith("_") and function not in _WRAPPERS:
             public = public or function
         private = private or function
@@ -158,20 +158,20 @@ def _distributed_function(evidence: Evidence) -> str:
 
 
 def _waiting_call(evidence: Evidence) -> str:
-    """``request.wait()``, called in C from the user's code or a library's; or what a store is asked for.
+    """Return ``request.wait()``, called in C from the user's code or a library's, or a request to a store.
 
-    Not ``os.wait()``, for a process of its own, and ``torch.jit.wait(future)``, for what it computes itself.
+    Not ``os.wait()``, which waits for a child process, nor ``torch.jit.wait(future)``, for a computation of its own.
     """
     called = "" if _is_in_standard_library(evidence) else _called_name(evidence.call)
     is_own = evidence.call.startswith(_OWN_WAITS) or evidence.asleep_in == "do_wait"
     is_wait = called == "wait" and not is_own and "nanosleep" not in evidence.asleep_in
-    is_file_store = "nanosleep" in evidence.asleep_in and "store" in evidence.call.lower()  # it looks, and sleeps
+    is_file_store = "nanosleep" in evidence.asleep_in and "store" in evidence.call.lower()  # it polls and sleeps
     is_store = called == "get" and "poll" in evidence.asleep_in or called in ("get", "wait") and is_file_store
     return _NO_CALL.sub("", evidence.call) if is_wait or is_store else ""
 
 
 def _called_name(call: str) -> str:
-    """The last name before the arguments: ``wait`` of ``requests[0].wait(timeout=f(3))``."""
+    """Return the last name before the arguments: ``wait`` of ``requests[0].wait(timeout=f(3))``."""
     depth = 0
     for index in range(len(call) - 1, -1, -1):
         depth += (call[index] == ")") - (call[index] == "(")
@@ -181,7 +181,7 @@ def _called_name(call: str) -> str:
 
 
 def ranks_on_hosts(ranks: Iterable[int], hosts: Mapping[int, str]) -> str:
-    """``rank 1 on gpu2``, ``ranks 1-2 on gpu2 and gpu3``, ``ranks 1-7 on 4 hosts``; no host where none is known."""
+    """Describe ranks: ``rank 1 on gpu2``, ``ranks 1-2 on gpu2 and gpu3``, ``ranks 1-7 on 4 hosts``; hosts if known."""
     numbers = sorted(ranks)
     names = list(dict.fromkeys(hosts[rank] for rank in numbers if hosts.get(rank)))
     if not names:
@@ -191,9 +191,9 @@ def ranks_on_hosts(ranks: Iterable[int], hosts: Mapping[int, str]) -> str:
 
 
 def describe_wait(verdicts: Iterable[Verdict], *, hosts: Mapping[int, str] | None = None) -> str:
-    """Ranks and what they do, those that do the same together: ``ranks 0, 2 wait in all_reduce #6 (line 7); ...``.
+    """Describe what ranks do, grouped: ``ranks 0, 2 wait in all_reduce #6 (line 7); rank 1 is computing at line 3``.
 
-    ``hosts`` of ranks are named where these do not wait: the others wait for them.
+    ``hosts`` are named for ranks that do not wait: the others wait for them.
     """
     everyone = list(verdicts)
     newest = max((v.evidence.cell for v in everyone if v.evidence.state == "running"), default=0)
@@ -208,7 +208,7 @@ def describe_wait(verdicts: Iterable[Verdict], *, hosts: Mapping[int, str] | Non
 
 
 def _words(verdict: Verdict, cell: int) -> tuple[str, str]:
-    """What one rank does, and what several do."""
+    """Return what one rank does, and the same for several."""
     of_cell = f" of cell {verdict.evidence.cell}" if verdict.evidence.cell != cell else ""
     if verdict.waits:
         return f"waits in {verdict}{of_cell}", f"wait in {verdict}{of_cell}"
@@ -223,23 +223,23 @@ def _words(verdict: Verdict, cell: int) -> tuple[str, str]:
 
 
 def describe_mismatch(ranks: Iterable[Evidence], *, is_over: bool = False) -> str:
-    """What the ranks called as the same collective of a group although it is not the same; empty when all fits.
+    """Describe a collective that differs between the ranks of its group; empty if all match.
 
-    Of collectives that somebody has not finished, or with ``is_over`` of all that are known.
+    Only collectives that some rank has not finished are compared; with ``is_over``, all that are known.
     """
     return next(iter(_find_mismatches(list(ranks), is_over=is_over).values()), "")
 
 
 def describe_last(ranks: Iterable[Evidence]) -> str:
-    """The collective that each rank has begun last, as far as that is known: ``all_reduce #1 Float[3] on rank 0``."""
+    """Describe the collective that each rank is known to have begun last: ``all_reduce #1 Float[3] on rank 0``."""
     last = {evidence.rank: evidence.collectives[-1] for evidence in ranks if evidence.collectives}
     return _by_value({rank: f"{collective} {collective.tensors}".rstrip() for rank, collective in last.items()})
 
 
 def are_in_step(ranks: Iterable[Evidence]) -> bool:
-    """Idle ranks have begun the same collectives, and nothing else, in every group that they share.
+    """Return whether idle ranks have begun the same collectives, and nothing else, in every group that they share.
 
-    Then their next ones meet. Else what one had begun would be taken for what another begins next.
+    If so, their next collectives match. If not, the data of one would be taken for that of another.
     """
     everyone = list(ranks)
     if not all(evidence.is_known for evidence in everyone) or describe_mismatch(everyone):
@@ -252,7 +252,7 @@ def are_in_step(ranks: Iterable[Evidence]) -> bool:
 
 
 def _find_mismatches(everyone: list[Evidence], *, is_over: bool = False) -> dict[_Key, str]:
-    """In words, for every collective that is not the same on all ranks; see ``describe_mismatch``."""
+    """Describe every collective that differs between ranks; see ``describe_mismatch``."""
     looked_at = {
         _key(collective): evidence.members
         for evidence in everyone
@@ -271,7 +271,7 @@ def _find_mismatches(everyone: list[Evidence], *, is_over: bool = False) -> dict
 
 
 def _describe_difference(called: Mapping[int, Collective]) -> str:
-    """``called`` as one collective, by rank; empty when it is one."""
+    """Describe how the collectives ``called`` by ranks in one place of the sequence differ; empty if they match."""
     any_of_them = next(iter(called.values()))
     if len({collective.op for collective in called.values()}) > 1:
         ops = _by_value({rank: f"{each.op} {each.tensors}".rstrip() for rank, each in called.items()})
@@ -289,18 +289,18 @@ def _by_value(values: Mapping[int, str]) -> str:
     return ", ".join(f"{value} on {format_ranks(ranks)}" for value, ranks in groups.items())
 
 
-_SLOW = 4  # times as long, before it is told that a collective that all have begun does not end
+_SLOW = 4  # times as long, before a collective that all have begun is reported as not ending
 _ALL_CAME = (
-    "all ranks have begun it: it is slow, or what they gave differs, as its root may: "
-    "%distributed config check=on compares that"
+    "all ranks have begun it: it is slow, or its arguments (such as the root) differ between ranks: "
+    "%distributed config check=on compares them"
 )
 
 
 @dataclass
 class _Seen:
-    """When a rank was last seen to compute, to have begun something with others, to be elsewhere than ``waits_in``.
+    """When a rank was last seen computing, beginning an operation with others, or elsewhere than in ``waits_in``.
 
-    ``first_at``: when it was looked at for the first time; the others may be from before.
+    ``first_at``: when it was looked at for the first time; the other times may be earlier.
     """
 
     first_at: float
@@ -313,19 +313,19 @@ class _Seen:
 
 @dataclass
 class HangWatch:
-    """Watches the ranks of one cell, look by look: who has been waiting for others for ``hang_s``?"""
+    """A watch over the ranks of one cell, look by look: which have waited for others for ``hang_s``?"""
 
     hang_s: float
-    message_s: float = 60.0  # how long a message may be on its way
+    message_s: float = 60.0  # how long a message may take to arrive
     _seen: dict[int, _Seen] = field(default_factory=dict)
     _verdicts: Mapping[int, Verdict] = field(default_factory=dict)  # of the last look
 
     def wants_stack(self, *, now: float) -> bool:
-        """Somebody may be waiting for long enough that the signal which brings the stack is worth it."""
+        """Return whether a rank may have waited long enough to justify the signal that fetches the stack."""
         return any(now - max(seen.busy_at, seen.moved_at) >= self.hang_s - 1.0 for seen in self._seen.values())
 
     def note(self, verdicts: Mapping[int, Verdict], *, now: float) -> None:
-        """A look, with or without stacks."""
+        """Note a look, with or without stacks."""
         self._verdicts = verdicts
         running = {rank: each.evidence for rank, each in verdicts.items() if each.evidence.state == "running"}
         self._seen = {rank: self._seen[rank] for rank in self._seen if rank in running}
@@ -338,10 +338,10 @@ class HangWatch:
                 seen.operations, seen.moved_at = evidence.operations, now
 
     def report(self, *, running: Collection[int], now: float, hosts: Mapping[int, str] | None = None) -> str:
-        """The line that says who waits in what for whom, of a look with stacks that was noted last.
+        """Describe which ranks wait in what for whom; the last look noted must have had stacks.
 
         ``running`` are the ranks that run the cell, ``hosts`` as in ``describe_wait``. Empty while none of them has
-        waited for ``hang_s``. Where all have come to what they wait in it is slow, as a rule: that is told later.
+        waited for ``hang_s``. A collective that all ranks have joined is usually just slow: it is reported later.
         """
         verdicts, mismatches = self._verdicts, self._mismatches()
         hung = [v for v in self._hung(mismatches, now, limit_s=self.hang_s) if v.rank in running]
@@ -357,10 +357,10 @@ class HangWatch:
         return "; ".join([describe_wait(shown, hosts=hosts), *wrong[:1]])
 
     def is_hopeless(self, *, now: float) -> bool:
-        """Whoever still runs a cell has waited for others for several times ``hang_s``, and nobody is left to come.
+        """Return whether all ranks still in a cell have waited for several times ``hang_s``, with no rank left to join.
 
-        Of the last look, which had stacks. A message may be long under way, which nobody can see: who waits for one is
-        given ``message_s`` at least.
+        The last look must have had stacks. A message may be long under way unseen: a rank that waits for one is given
+        at least ``message_s``.
         """
         left = {rank for rank, verdict in self._verdicts.items() if verdict.kind != "idle"}
         limit_s = _HOPELESS * max(self.hang_s, 1.0)
@@ -376,7 +376,7 @@ class HangWatch:
         return _find_mismatches([verdict.evidence for verdict in self._verdicts.values()])
 
     def _hung(self, mismatches: Collection[_Key], now: float, *, limit_s: float) -> list[Verdict]:
-        """Who has waited for so long, and not in what all have come to: it is only slow then."""
+        """Return the ranks that have waited so long, except in collectives that all joined: those are only slow."""
         return [
             verdict
             for verdict in self._verdicts.values()
@@ -385,7 +385,7 @@ class HangWatch:
         ]
 
     def waited_s(self, verdict: Verdict, now: float) -> float:
-        """How long a rank has been waiting; below 0 for one that does not."""
+        """Return how long a rank has been waiting, in seconds; negative if it is not."""
         seen = self._seen.get(verdict.rank)
         if seen is None:
             return -1.0

@@ -1,4 +1,4 @@
-"""What is known of every rank, checked and cleaned: the evidence that diagnosis.py decides on."""
+"""What is known of every rank, validated and cleaned: the evidence that diagnosis.py decides on."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from ...wire import Position
 from ..output.safe_output import one_line
 
 DEFAULT_GROUP = "0"
-_COMPARED = "/compare"  # behind the name of a group: what its ranks compare, with numbers of its own
-_BACKEND = "/"  # in the name of a group whose operations have numbers of their own
+_COMPARED = "/compare"  # after a group's name: comparisons of its ranks, numbered separately
+_BACKEND = "/"  # in the name of a group whose operations are numbered separately
 _BUSY_SHARE = 0.2  # of a processor: a rank that uses more is computing
-_FRESH_S = 2.0  # what a rank said of its collectives longer ago is not evidence
+_FRESH_S = 2.0  # older reports of collectives are no evidence
 _STATES = ("starting", "idle", "running", "down")
 _MAX_ENTRIES = 200
 _MAX_GROUPS = 1000
 _MAX_NUMBER = 1 << 53  # an int of JSON may have thousands of digits
 _NO_NAME = re.compile(r"[^\w.:/@+<>-]+")  # <lambda> is one
 _TENSORS = re.compile(r"(?:[\w:.]+\[[\d, ]*\](?:, )?)*(?:[\w:.\[\d, ]*\.\.\. \(\d+ tensors\))?")
-_HASH_CHARS = 8  # of the names that torch makes of a group's ranks
+_HASH_CHARS = 8  # of the names that torch derives from a group's ranks
 _OF_CELL = re.compile(r"<cell ([0-9]{1,9})>:([0-9]{1,9}) ")
 
 
@@ -31,7 +31,7 @@ _OF_CELL = re.compile(r"<cell ([0-9]{1,9})>:([0-9]{1,9}) ")
 class Collective:
     """One entry of a rank's flight recorder; ``seconds`` since it was enqueued.
 
-    ``group``: what is on NCCL has "/nccl" behind its name, what ranks compare "/compare", and numbers of its own.
+    ``group``: NCCL operations have "/nccl" after its name, comparisons "/compare"; both are numbered separately.
     """
 
     op: str
@@ -44,12 +44,12 @@ class Collective:
 
     @property
     def is_of_all(self) -> bool:
-        """It is of the default group, which has all ranks."""
+        """Whether it belongs to the default group, which has all ranks."""
         return self.group.partition(_BACKEND)[0] == DEFAULT_GROUP
 
     @property
     def of_group(self) -> str:
-        """In words, with a space before; empty for the default group."""
+        """The group as text, with a space before it; empty for the default group."""
         if self.is_of_all:
             return ""
         name = self.group.partition(_BACKEND)[0]
@@ -65,10 +65,11 @@ class Collective:
 class Evidence:
     """What is known of one rank.
 
-    ``cpu_share``: of one processor, that its main thread used or was ready for between two looks. ``collectives`` were
-    known ``age_s`` ago (-1: never). ``members``: the ranks of groups other than the default one. ``operations`` grows
-    with what it begins with other ranks (-1: not known). ``steps``: how many operations it has begun in each of its
-    groups (-1: not known, or not only collectives in the last cell). ``call`` and ``asleep_in``: see ``wire.Position``.
+    ``cpu_share``: the share of a processor that its main thread used, or was ready to use, between two looks.
+    ``collectives`` were known ``age_s`` ago (-1: never). ``members``: the ranks of groups other than the default one.
+    ``operations``: a count of what it has begun with other ranks (-1: unknown). ``steps``: how many operations it has
+    begun in each of its groups (-1: unknown, or not only collectives in the last cell). ``call`` and ``asleep_in``: see
+    ``wire.Position``.
     """
 
     rank: int
@@ -94,17 +95,17 @@ class Evidence:
 
     @property
     def last_pending(self) -> tuple[Collective, ...]:
-        """What it had enqueued and not finished, oldest first, when it last could say so."""
+        """What it had enqueued and not finished, oldest first, at its last report."""
         return tuple(collective for collective in self.collectives if collective.is_pending)
 
     @property
     def pending(self) -> tuple[Collective, ...]:
-        """The same, if that is known now."""
+        """The same, if the report is recent; else empty."""
         return self.last_pending if 0 <= self.age_s <= _FRESH_S else ()
 
     @property
     def is_known(self) -> bool:
-        """What it says of its groups is true now."""
+        """Whether its report on its groups is recent."""
         return 0 <= self.age_s <= _FRESH_S and self.operations >= 0
 
     @property
@@ -113,15 +114,15 @@ class Evidence:
 
     @property
     def cell_line(self) -> tuple[int, int]:
-        """The innermost line of any cell, behind its cell: a function may be of an earlier one than runs."""
+        """The cell and line of the innermost frame in any cell: a function may come from an earlier one than runs."""
         inner = next(filter(None, map(_OF_CELL.match, self.stack)), None)
         if inner is None or int(inner[1]) == self.cell:
-            return self.cell, self.line  # which counts from the right line where %%time runs the cell
+            return self.cell, self.line  # correct even when %%time runs the cell
         return int(inner[1]), int(inner[2])
 
     @property
     def line_words(self) -> str:
-        """That line, and the one that has called what it is in; empty where it is not known."""
+        """That line as text, with the calling line of the present cell; empty if unknown."""
         cell, line = self.cell_line
         if cell == self.cell:
             return f"line {line}" if line else ""
@@ -129,7 +130,7 @@ class Evidence:
 
     @property
     def place(self) -> str:
-        """Where it is, in words."""
+        """Where it is, as text."""
         line = self.line_words
         if self.function:
             return f"in {self.function} ({line})" if line else f"in {self.function}"
@@ -137,7 +138,7 @@ class Evidence:
 
 
 def gather(position: Position, *, world_size: int, before: Position | None = None, is_cuda: bool = False) -> Evidence:
-    """What a rank's worker said, in a world of so many ranks; ``before`` is what it said at an earlier look."""
+    """Validate the report of a rank's worker; ``before`` is its report at an earlier look."""
     share = None
     if before is not None and before.pid == position.pid:
         used_s, passed_s = position.cpu_s - before.cpu_s, position.clock_s - before.clock_s
@@ -169,7 +170,7 @@ def _number(value: float, *, otherwise: float = 0.0) -> float:
 
 
 def _read_collectives(entries: Any, *, age_s: float) -> Iterable[Collective]:
-    """What is not of the known form is left out."""
+    """Yield the valid entries; others are dropped."""
     for entry in entries[:_MAX_ENTRIES] if isinstance(entries, list) else []:
         if isinstance(entry, list) and [type(part) for part in entry[:6]] == [str, int, str, str, str, bool]:
             op, sequence, group, description, tensors, is_pending, *rest = entry
@@ -182,18 +183,18 @@ def _read_collectives(entries: Any, *, age_s: float) -> Iterable[Collective]:
 
 
 def _as_name(text: str) -> str:
-    """One word: it stands in sentences of ours, and nothing in it reads as one."""
+    """Reduce a text to one word: it appears in our sentences, and must not read as one."""
     return _NO_NAME.sub("_", one_line(text))
 
 
 def _as_frame(text: str) -> str:
-    """The function that it ends with is a name; where it is cut, it has none."""
+    """Clean a frame, whose last word is a function name; a truncated frame has none."""
     place, blank, function = one_line(text).rpartition(" ")
     return f"{place} {_as_name(function)}" if blank else function
 
 
 def _read_steps(steps: Any) -> dict[str, int]:
-    """Of too many groups none is known: ranks that may differ in one of them are not in step."""
+    """Read the steps per group; with too many groups all are unknown, as ranks could differ in a dropped one."""
     if not isinstance(steps, dict):
         return {}
     is_all, some = len(steps) <= _MAX_GROUPS, islice(steps.items(), _MAX_GROUPS)
@@ -201,7 +202,7 @@ def _read_steps(steps: Any) -> dict[str, int]:
 
 
 def _read_members(members: Any, world_size: int) -> dict[str, frozenset[int]]:
-    """Each rank that there is once, however many a node names: what follows takes time for every one of them."""
+    """Read the members of groups, each existing rank once, however many a node lists: each costs time later."""
     return {
         _as_name(name): frozenset(rank for rank in ranks if 0 <= rank < world_size)
         for name, ranks in islice(members.items() if isinstance(members, dict) else (), _MAX_GROUPS)

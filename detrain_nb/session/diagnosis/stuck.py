@@ -1,8 +1,9 @@
-"""Ranks that wait for others in vain, where that is certain: nobody who could come to their collectives is left.
+"""Detection of ranks that certainly wait in vain: no rank is left that could join their collectives.
 
-Certain it is only where every rank says all of itself: whoever runs a cell waits, in torch, in collectives that another
-one has not come to; the others have ended it; and in several looks nothing has moved. A rank that computes or sleeps, a
-message or a collective that may be under way, a GPU, a rank that does not answer: then `HangWatch` decides, by time.
+That is certain only if every rank reports its full state: all ranks in the cell wait, in torch, in collectives that
+another rank has not joined; the others have ended the cell; and several looks show no change. If a rank computes,
+sleeps or does not answer, a message or a collective may be in progress, or there is a GPU, `HangWatch` decides, by
+time.
 """
 
 from __future__ import annotations
@@ -11,19 +12,19 @@ from collections.abc import Collection, Mapping
 
 from .diagnosis import Verdict
 
-_LOOKS, _LASTS_S = 3, 1.9  # so many looks, over so long, that find the same
+_LOOKS, _LASTS_S = 3, 1.9  # so many equal looks, over so long
 
 
 class StuckWatch:
-    """Looks, with stacks, at the ranks of one cell."""
+    """A watch over the ranks of one cell, fed with looks that have stacks."""
 
     def __init__(self) -> None:
-        self._found: object = None  # None: somebody may yet come
+        self._found: object = None  # None: a rank may still join
         self._since = 0.0
         self._looks = 0
 
     def note(self, verdicts: Mapping[int, Verdict], *, now: float) -> None:
-        """A look."""
+        """Note a look."""
         found = _where_all_are_stuck(verdicts.values())
         if found is None or found != self._found:
             self._since, self._looks = now, 0
@@ -31,12 +32,12 @@ class StuckWatch:
         self._looks += 1
 
     def is_certain(self, *, now: float) -> bool:
-        """Whoever still runs the cell waits in vain."""
+        """Return whether all ranks that still run the cell wait in vain."""
         return self._found is not None and self._looks >= _LOOKS and now - self._since >= _LASTS_S
 
 
 def _where_all_are_stuck(verdicts: Collection[Verdict]) -> object:
-    """What is the same in the next look if nothing moves; None while somebody may come, or it is not known."""
+    """Return a value that stays equal in the next look if nothing changes; None if a rank may join, or if unknown."""
     ranks = [verdict.evidence for verdict in verdicts]
     left = [verdict for verdict in verdicts if verdict.kind != "idle"]
     if not left or not all(map(_is_in_vain, left)) or not all(evidence.is_known for evidence in ranks):
@@ -45,6 +46,6 @@ def _where_all_are_stuck(verdicts: Collection[Verdict]) -> object:
 
 
 def _is_in_vain(verdict: Verdict) -> bool:
-    """Two looks say that it does not compute, its stack that it waits, and nothing of what it has begun can end."""
+    """Return whether two looks show no computing, the stack a wait, and nothing that was begun can end."""
     evidence = verdict.evidence
     return verdict.is_in_vain and not evidence.is_cuda and evidence.cpu_share is not None

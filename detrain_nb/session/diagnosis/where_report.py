@@ -12,14 +12,14 @@ from .diagnosis import Verdict, describe_wait
 
 _COLUMNS = ("rank", "host", "state", "cell", "runs for", "line", "collective", "since", "known")
 _SHOWN_FRAMES = 12
-_NOW_S = 0.5  # what was known so long ago is known now
+_NOW_S = 0.5  # a report of this age counts as current
 
 
 @dataclass(frozen=True)
 class Whereabouts:
-    """What ``session.ranks.where()`` found. ``verdicts`` has one entry a rank; ``mismatch`` says what calls do not fit.
+    """The result of ``session.ranks.where()``. ``verdicts`` has one per rank; ``mismatch`` names differing collectives.
 
-    ``over`` says why the session has ended, and what to do; it is empty while it goes on.
+    ``over`` says why the session has ended, and what to do; it is empty while the session runs.
     """
 
     name: str
@@ -30,7 +30,7 @@ class Whereabouts:
 
     @property
     def summary(self) -> str:
-        """One line: who waits in what, and where the others are, or why there are none."""
+        """One line: which ranks wait in what, and where the others are, or why there are none."""
         if self.over:
             return self.over
         if not any(verdict.evidence.state == "running" for verdict in self.verdicts):
@@ -73,14 +73,14 @@ class Whereabouts:
 
 
 def _known(age_s: float) -> str:
-    """Since when what is said of the collective holds: C code that keeps the GIL lets nobody ask for it."""
+    """Return the age of a rank's report on collectives: it cannot report while C code holds the GIL."""
     if age_s < 0:
         return "not yet"
     return "now" if age_s < _NOW_S else f"{age_s:.1f} s ago"
 
 
 def frames_of(verdict: Verdict) -> list[str]:
-    """The stack of the user's code, innermost first: down to the cell, without what runs cells; safe to show."""
+    """Return the stack of the user's code, innermost first, down to the cell, without frames of ours; safe to show."""
     stack = verdict.evidence.stack
     if verdict.evidence.state != "running" or not stack:
         return []
