@@ -178,7 +178,7 @@ class Pair:
         while 1 not in self.state.lost_nodes and not self.state.failure and time.monotonic() < deadline:
             time.sleep(0.005)
         assert not self.state.failure
-        assert "taking a message failed" not in self.state.lost_nodes[1]
+        assert "handling a message failed" not in self.state.lost_nodes[1]
         assert why in self.state.lost_nodes[1]
         self.assert_others_go_on()
         with pytest.raises((RankLost, SessionError), match="bad is lost"):
@@ -438,7 +438,7 @@ def test_what_nobody_asked_for_is_not_read_without_end(pair: Pair, message: Any)
     frame = to_frame(replace(message, **{field: [""] * 100_000})).to_bytes()
     for _ in range((40 << 20) // len(frame)):
         pair.bad.say_bytes(frame)
-    pair.assert_hung_up("it says more than it was asked for")
+    pair.assert_hung_up("it sent more than was requested")
 
 
 def test_answers_to_what_was_asked_have_no_end(pair: Pair) -> None:
@@ -503,7 +503,7 @@ def test_values_reach_other_nodes_when_one_takes_none(pair: Pair, monkeypatch: p
     value = np.zeros(40 << 20, np.uint8)
     with monkeypatch.context() as patched:
         patched.setattr(pair.session.settings.limits, "room_s", 0.5)
-        with pytest.raises(CellTimeout, match="push of x: bad took nothing for"):
+        with pytest.raises(CellTimeout, match="push of x: bad received nothing for"):
             pair.session.push({"x": value}, ranks=1)
     pair.session.push({"x": value}, ranks=0)
     is_over.set()
@@ -824,7 +824,7 @@ def test_node_that_promises_output_and_sends_none_is_lost_alone() -> None:
     good, bad = FakeNode("good", 0), FakeNode("bad", 1)
     bad.attached = replace(bad.attached, last_number=1 << 53)
     with _attached(good, bad, limits=Limits(catch_up_s=0.2)) as session:
-        _assert_absent(session, "has sent too little of what was missed")
+        _assert_absent(session, "has sent too little of the missed output")
 
 
 def test_node_that_sends_what_was_missed_in_drops_is_lost_alone() -> None:
@@ -842,7 +842,7 @@ def test_node_that_sends_what_was_missed_in_drops_is_lost_alone() -> None:
 
     bad.answers[Attach] = answer
     with _attached(good, bad, limits=Limits(catch_up_s=0.3)) as session:
-        _assert_absent(session, "has sent too little of what was missed")
+        _assert_absent(session, "has sent too little of the missed output")
 
 
 def test_nodes_that_send_what_was_missed_in_twentieths_have_one_deadline() -> None:
@@ -869,7 +869,7 @@ def test_nodes_that_send_what_was_missed_in_twentieths_have_one_deadline() -> No
         assert time.monotonic() - began < 4
         lost = state_of(session).lost_nodes
         assert lost == {
-            n: f"{name} has sent too little of what was missed in 2 s" for n, name in ((1, "bad"), (2, "third"))
+            n: f"{name} has sent too little of the missed output in 2 s" for n, name in ((1, "bad"), (2, "third"))
         }
         assert session.run_cell("1", ranks=0).ranks == (0,)
 
@@ -1237,7 +1237,7 @@ def test_node_that_refuses_later_takes_only_its_own_ranks_with_it(pair: Pair) ->
 
 def test_node_that_would_stay_though_nobody_has_asked_it_to_is_hung_up_on(pair: Pair) -> None:
     pair.bad.say(Kept(), is_numbered=False)
-    pair.assert_hung_up("an agent stays that nobody has asked to stay")
+    pair.assert_hung_up("its agent stays without having been asked to")
 
 
 def test_node_that_serves_another_notebook_ends_the_session_here_also_where_it_tells_that_first(pair: Pair) -> None:
@@ -1851,7 +1851,7 @@ def _assert_nothing_is_raised(situation: str, frames: list[bytes]) -> None:
     ends.bad.say_bytes(b"".join(frames))
     reason = ends.end()
     try:
-        assert "taking a message failed" not in reason
+        assert "handling a message failed" not in reason
         assert "".join(ends.read()).encode()
         if state.failure is not None:  # only while it is attached to: it hung up, refused, or said it was taken
             refused = prefix(Refused, 0, 0)[KIND_AT]

@@ -1,10 +1,10 @@
 """The session's end of the byte stream to one node: any thread queues, one background thread sends and receives.
 
-It tells the agent up to which number everything has been shown, a little later than that is so: when a notebook is
-killed in between, the next one shows that little again, and misses nothing. Where a connection can break while the
-agent goes on, it makes another one: what either side has sent is counted, and sent again where it has not arrived; and
-it gives a sign of life now and then, without which the node would take us for gone, and which the node answers: one
-that is silent behind another host would else be found out by nobody.
+It acknowledges to the agent, with some delay, what has been shown: if a notebook is killed in between, the next one
+shows that part again, and misses nothing. If the connection can break while the agent goes on, the link reconnects:
+both sides count their messages, and send again those that have not arrived. It also sends regular signs of life,
+without which the node would release the notebook's session. The node answers them, else nothing would reveal a node
+that fell silent behind another host.
 """
 
 from __future__ import annotations
@@ -58,23 +58,23 @@ _REST_LIMIT_S = 2.0
 _FIRST_RETRY_S, _LONGEST_RETRY_S = 0.1, 5.0
 _LONGEST_REASON = 300
 _MOST_UNFINISHED_BYTES_PER_S = 1 << 20
-_SETTLED_S = 5.0  # a connection that ends earlier counts as a try that has failed
-_MOST_UNANSWERED = 6  # signs of life; files that go the same way may stand before them
-_SLOW_BYTES_PER_S = 10_000  # what is under way on a slow connection gives the node time
-_LONGEST_UNDER_WAY_S = 120.0  # but no more: each piece of 1 MB is answered
-_PIECE_BYTES = 1 << 16  # of output: so much is taken at once
-_ANSWER_BYTES = 1 << 19  # of headers with which a rank may answer what it is told
-_WITHOUT_END = (Output, Display, ClearOutput, Piece, Received, Measured)  # what a cell says, quickly read
+_SETTLED_S = 5.0  # a connection that ends earlier counts as a failed attempt
+_MOST_UNANSWERED = 6  # signs of life; files sent over the same connection may be queued before them
+_SLOW_BYTES_PER_S = 10_000  # unreceived bytes give the node more time to answer on a slow connection
+_LONGEST_UNDER_WAY_S = 120.0  # at most: each piece of 1 MB is answered
+_PIECE_BYTES = 1 << 16  # of output, handled at once
+_ANSWER_BYTES = 1 << 19  # of headers that a rank may send in answer to a message
+_WITHOUT_END = (Output, Display, ClearOutput, Piece, Received, Measured)  # unlimited in number, quick to parse
 _SHORT_BYTES = 1 << 12
-_REMEMBERED = (RanCell, Unfinished)  # what of these may come is counted by MessageChecks
-_GIVE_WAY_S = 0.001  # between two pieces: the locks that are let go of there are free for who waits for them
+_REMEMBERED = (RanCell, Unfinished)  # MessageChecks limits these
+_GIVE_WAY_S = 0.001  # between two pieces: waiting threads get the locks
 
 
 class NodeLink:
-    """One node, by its position; ``state`` takes what it says, and is told when its connection breaks, and ends.
+    """The link to one node, by its position; ``state`` takes its messages, and notes when the link breaks or ends.
 
-    ``connect`` makes another connection to its agent; None where one that breaks means the agent's end.
-    ``connect`` raises SessionError when the agent is gone for good, another DetrainError when it cannot be reached now.
+    ``connect`` makes another connection to its agent; None if a broken connection means that the agent has exited. It
+    raises SessionError when the agent has exited for good, another DetrainError when it cannot be reached now.
     """
 
     def __init__(
@@ -93,60 +93,61 @@ class NodeLink:
         self._connect = connect
         self._counts = connect is not None
         self._sending = threading.Lock()
-        self._moved = threading.Condition(self._sending)  # the node has taken something, or is gone
-        self._unread_bytes: int = limits.unasked_bytes  # of headers that may still come
-        self._sent = 0  # the number of the last message, where they are counted
+        self._moved = threading.Condition(self._sending)  # the node has taken something, or the link is closed
+        self._unread_bytes: int = limits.unasked_bytes  # of headers that the node may still send
+        self._sent = 0  # the number of the last message, if they are counted
         self._unreceived: deque[tuple[int, bytes]] = deque()
         self._unreceived_bytes = 0
         self._attach: Attach | None = None
         self._incarnation = ""
-        self._is_resuming = False  # connected again, and the agent has not said what it had received
-        self.broken_at: float | None = None  # since when there is no connection
-        self._connected_at, self._gap_s = time.monotonic(), _FIRST_RETRY_S  # the next try comes after that
+        self._is_resuming = False  # reconnected, but the agent has not yet reported what it had received
+        self.broken_at: float | None = None  # when the connection was lost; None while connected
+        self._connected_at, self._gap_s = time.monotonic(), _FIRST_RETRY_S  # the pause before the next attempt
         self._wake, self._woken = socket.socketpair()
-        self._wake.setblocking(False)  # one that is full wakes as well
+        self._wake.setblocking(False)  # a full one wakes as well
         self._woken.setblocking(False)
         self.is_closed = False
         self._is_ending = False
         self._wants_to_keep = False
-        self.is_kept = False  # the agent has ended the session, and waits for another one
+        self.is_kept = False  # the agent has ended the session, and stays for the next
         self._is_seen = True
-        self.is_hung_up_on = False  # the other end is gone, or has done with us
+        self.is_hung_up_on = False  # the other end has closed the connection
         self.is_taken = False  # it serves another notebook
-        self._last_number: int | None = None  # of the first numbered message: the one before it was shown by another
+        self._last_number: int | None = None  # None before the first: an earlier notebook showed those before
         self._acknowledged = 0
         self._to_acknowledge: ShownMark | None = None
         self._acknowledge_at = 0.0
-        self.why_broken = ""  # what the last try to connect again has met
+        self.why_broken = ""  # why the last attempt to reconnect failed
         self._alive_at = 0.0  # when the next sign of life is due
-        self._unanswered = 0  # those after which nothing has come
-        self._ended = threading.Event()  # not a join: one that is interrupted makes Python take a thread for ended
+        self._unanswered = 0  # signs of life since the last message of the node
+        self._ended = threading.Event()  # not join(): if interrupted, Python takes the thread for ended
         self._thread = threading.Thread(target=self._run, name="detrain_nb node link", daemon=True)
         _links.add(self)
         self._thread.start()
 
     def end(self, *, keep_s: float = 0.0) -> None:
-        """Ask the agent to end. When it has heard that, its end is no reason for another connection.
+        """Ask the agent to end the session. Once it has received that, its hang-up starts no reconnection.
 
-        With ``keep_s`` it may stay for another session: then ``take_socket`` gives the connection to it.
-        Raises: TransportError.
+        With ``keep_s`` it may stay for another session, which gets the connection from ``take_socket``.
+        Raises: TransportError when the link is closed.
         """
         self._is_ending, self._wants_to_keep = True, keep_s > 0
         self.send(EndSession(keep_s))
 
     def take_socket(self) -> socket.socket:
-        """The connection to an agent that ``is_kept``, when this link has ended."""
+        """Return the connection to an agent that ``is_kept``, after this link has ended."""
         return self._link.sock
 
     def send(self, message: Message) -> None:
-        """Have the background thread send ``message``. Raises: TransportError; SpecError where no node would read it.
+        """Have the background thread send ``message``.
 
-        Not in the caller's thread: an interrupt there leaves unknown whether the node has taken it.
+        Not in the caller's thread: after an interrupt it would be unknown whether the node has received it.
+        Raises: TransportError when the link is closed; SpecError when no node could read the message.
         """
         require_readable(message)
         with self._sending:
             if self.is_closed:
-                raise TransportError("the node is gone")
+                raise TransportError("the connection to the node is closed")
             self._add(message)
         with contextlib.suppress(OSError):
             self._wake.send(b"w")
@@ -167,11 +168,11 @@ class NodeLink:
         if self._counts:
             self._unreceived.append((number, data))
             self._unreceived_bytes += len(data)
-        if self.broken_at is None and not self._is_resuming:  # else it goes with what was not received
+        if self.broken_at is None and not self._is_resuming:  # else it is sent with all that was not received
             self._link.add_bytes(data)
 
     def wait_for_room(self, limit_s: float) -> bool:
-        """Wait until the node has taken most of what was sent, or is gone; False when it takes nothing for so long."""
+        """Wait until the node has taken most of what was sent, or is lost; False if it takes none for ``limit_s``."""
         with self._moved:
             while (waiting_bytes := self._waiting_bytes) > self._limits.full_bytes and not self.is_closed:
                 is_taken = lambda: self.is_closed or self._waiting_bytes < waiting_bytes  # noqa: E731
@@ -185,30 +186,30 @@ class NodeLink:
 
     @property
     def last_number(self) -> int:
-        """Of the numbered messages that were handled."""
+        """The number of the last numbered message that was handled."""
         return self._last_number or 0
 
     def wait_for_end(self, *, limit_s: float) -> bool:
-        """Wait until the node has hung up, or we have."""
+        """Wait until either side has hung up; False after ``limit_s``."""
         return self._ended.wait(limit_s)
 
     def begin_to_close(self, *, is_seen: bool) -> None:
-        """Hang up, and do not wait for that."""
+        """Start to hang up, without waiting for it."""
         self._is_seen = is_seen
         self.is_closed = True
         with contextlib.suppress(OSError):
             self._wake.send(b"w")
 
     def close(self, *, is_seen: bool = True) -> None:
-        """Hang up. Not ``is_seen``: what was sent to be shown last may not have arrived."""
+        """Hang up. Without ``is_seen``, messages shown last may not have reached the user: do not acknowledge them."""
         self.begin_to_close(is_seen=is_seen)
         if threading.current_thread() is not self._thread:
             self._ended.wait(5.0)
 
     def forget(self) -> None:
-        """In a forked process, which has the descriptors, and not the thread: the connection is the parent's."""
+        """Drop the link in a forked process, which has its descriptors but not its thread: the parent uses it."""
         self.is_closed = True
-        self._sending, self._ended = threading.Lock(), threading.Event()  # a thread of the parent may have held theirs
+        self._sending, self._ended = threading.Lock(), threading.Event()  # a parent's thread may hold the old ones
         self._moved = threading.Condition(self._sending)
         self._ended.set()
         for sock in (self._link.sock, self._wake, self._woken):
@@ -234,7 +235,7 @@ class NodeLink:
         except WireError as exc:
             reason = str(exc)
         except Exception as exc:
-            reason = f"taking a message failed: {exc!r}"
+            reason = f"handling a message failed: {exc!r}"
             raise
         finally:
             try:
@@ -243,11 +244,11 @@ class NodeLink:
                 self._ended.set()
 
     def _serve_connection(self) -> None:
-        """Send and receive until we hang up. Raises: LinkClosed when the other end does, WireError."""
+        """Send and receive until we hang up. Raises: LinkClosed when the other end does; WireError."""
         with selectors.DefaultSelector() as selector:
             try:
                 selector.register(self._link, selectors.EVENT_READ)
-            except ValueError as exc:  # a start that was interrupted has closed it before this thread ran
+            except ValueError as exc:  # an interrupted start has closed it before this thread ran
                 self.is_closed = True
                 raise LinkClosed("the start was interrupted") from exc
             selector.register(self._woken, selectors.EVENT_READ)
@@ -290,9 +291,9 @@ class NodeLink:
         return max(0.0, min(moments) - time.monotonic()) if moments else None
 
     def _give_sign_of_life(self) -> None:
-        """What waits to be sent is one too, for the node. Not before the first message, which says who we are.
+        """Send a sign of life, unless data waits to be sent; never before the first message, which identifies us.
 
-        Raises: LinkClosed where none is answered. They are counted, and not timed: a notebook that slept asks again.
+        Raises: LinkClosed when none is answered. They are counted, not timed: a notebook that slept just sends another.
         """
         self._alive_at = time.monotonic() + self._limits.alive_gap_s
         with self._sending:
@@ -304,7 +305,7 @@ class NodeLink:
                 raise LinkClosed(f"the node is silent: it has not answered for {silent_s:.0f} s")
             self._unanswered += 1
             if not self._link.waiting_bytes:
-                with contextlib.suppress(LinkClosed):  # the reader meets the end
+                with contextlib.suppress(LinkClosed):  # the reader notices the end
                     self._link.send(Alive())
 
     def _serve(self, ready: int) -> None:
@@ -317,7 +318,7 @@ class NodeLink:
                 if self._is_resuming:
                     self._resume(frame)
                 elif not frame.number or self._last_number is None or frame.number > self._last_number:
-                    self._take(frame)  # what comes again on another connection has been taken
+                    self._take(frame)  # a message sent again after a reconnection was already taken
 
     def _take(self, frame: Frame) -> None:
         size_bytes = len(frame.header)
@@ -325,38 +326,38 @@ class NodeLink:
             with self._sending:
                 self._unread_bytes -= size_bytes
             if self._unread_bytes < 0:
-                raise WireError("it says more than it was asked for")
+                raise WireError("it sent more than was requested")
         message = frame.message()
         if isinstance(message, Received):
             self._forget_up_to(message.number)
             return
         if isinstance(message, Kept):
             if not self._wants_to_keep:
-                raise WireError("an agent stays that nobody has asked to stay")
+                raise WireError("its agent stays without having been asked to")
             self.is_kept = True
             return
         if isinstance(message, Attached):
             self._incarnation = message.incarnation
         elif isinstance(message, Refused):
-            self._connect, self.is_taken = None, message.is_taken  # it has done with us
+            self._connect, self.is_taken = None, message.is_taken  # it will not serve us
         for index, piece in enumerate(_pieces(message)):
             if index:
                 time.sleep(_GIVE_WAY_S)
             if self.is_closed:
-                return  # what has not been taken whole is not acknowledged: the next notebook shows it
+                return  # incompletely handled messages are not acknowledged: the next notebook shows them
             self._state.take(piece, frame.number, self._node)
         if frame.number:
             self._check_number(frame.number, is_explained=isinstance(message, Notice))
 
     def _send_the_rest(self) -> None:
-        """What was said before we hang up."""
+        """Send what was queued before we hung up."""
         deadline = time.monotonic() + _REST_LIMIT_S
         with self._sending:
             while not self._link.flush() and (left := deadline - time.monotonic()) > 0:
                 select.select([], [self._link], [], left)
 
     def _wait_until_received(self) -> None:
-        """What is on its way is not cut off where a connection ends at once."""
+        """Wait until the node has received everything, if the connection would be cut at once."""
         deadline = time.monotonic() + _REST_LIMIT_S
         while self._unreceived and (left := deadline - time.monotonic()) > 0:
             if select.select([self._link], [], [], left)[0]:
@@ -365,7 +366,7 @@ class NodeLink:
                         self._forget_up_to(message.number)
 
     def _flush(self) -> None:
-        with self._sending, contextlib.suppress(LinkClosed):  # the reader meets the end, and what was said before it
+        with self._sending, contextlib.suppress(LinkClosed):  # the reader notices the end, after the last messages
             self._link.flush()
             self._moved.notify_all()
 
@@ -377,10 +378,10 @@ class NodeLink:
         self._state.break_off(self._node)
 
     def _make_connection(self, reason: str) -> None:
-        """Try until there is one. Raises: LinkClosed when the agent is gone, or we hang up meanwhile."""
+        """Retry until there is a connection. Raises: LinkClosed when the agent has exited, or we hang up meanwhile."""
         if time.monotonic() - self._connected_at > _SETTLED_S:
             self._gap_s = _FIRST_RETRY_S
-        else:  # it ended as soon as it was made: not again at once
+        else:  # it broke right after it was made: wait before the next attempt
             self._wait_before_retry()
         while not self.is_closed and (connect := self._connect):
             try:
@@ -392,7 +393,7 @@ class NodeLink:
                 self.why_broken = one_line(next(iter(reason.splitlines()), ""), most_chars=_LONGEST_REASON)
                 self._wait_before_retry()
                 continue
-            if self.is_closed:  # meanwhile: an attach would take the session from whoever has it now
+            if self.is_closed:  # meanwhile: attaching would take the session from its present notebook
                 sock.close()
                 break
             self._connected_at = time.monotonic()
@@ -417,13 +418,13 @@ class NodeLink:
                 self._attach, resumes=self._is_resuming, steal=self._attach.steal and not self._is_resuming
             )
             self._link.add_bytes(to_frame(attach).to_bytes())
-            if not self._is_resuming:  # the agent has perhaps not even got that
+            if not self._is_resuming:  # the agent may not even have received the first one
                 self.broken_at = None
                 for _, data in self._unreceived:
                     self._link.add_bytes(data)
 
     def _resume(self, frame: Frame) -> None:
-        """Wait for the agent to say what it has received; how ranks and cells stand is known already."""
+        """Wait for the agent to report what it has received; the state of ranks and cells is already known."""
         if frame.kind is Refused:
             self._take(frame)
         if frame.kind is not Attached:
@@ -431,7 +432,7 @@ class NodeLink:
         message = frame.message()
         assert isinstance(message, Attached)
         if message.incarnation != self._incarnation:
-            raise LinkClosed("its agent was started anew, and the ranks are gone")
+            raise LinkClosed("its agent was restarted, and its ranks are lost")
         with self._sending:
             self._is_resuming, self.broken_at = False, None
             self._drop_received(message.received)
@@ -449,8 +450,8 @@ class NodeLink:
         self._moved.notify_all()
 
     def _look_what_was_shown(self) -> None:
-        """Every now and then; what has been shown is acknowledged one look later: it may still be under way."""
-        is_taking = self._waiting_bytes <= self._limits.full_bytes  # else more and more would be kept here for it
+        """Acknowledge from time to time what has been shown, one look later: the display may still be in progress."""
+        is_taking = self._waiting_bytes <= self._limits.full_bytes  # else unsent acknowledgements would pile up here
         if is_taking and self._to_acknowledge is not None:
             if self._to_acknowledge.was_shown:
                 self._acknowledge(self._to_acknowledge)
@@ -462,7 +463,7 @@ class NodeLink:
         self._acknowledge_at = max(self._acknowledge_at, time.monotonic() + self._limits.acknowledge_gap_s)
 
     def _acknowledge_the_last(self) -> None:
-        """We leave in good order: what has been shown need not be shown again."""
+        """Acknowledge what has been shown before an orderly exit, so that it is not shown again."""
         last = self._next_mark() if self._is_seen else None
         for mark in (self._to_acknowledge, last):
             if mark is not None and (mark.is_shown() if self._is_seen else mark.was_shown):
@@ -477,23 +478,23 @@ class NodeLink:
 
     def _acknowledge(self, mark: ShownMark) -> None:
         self._acknowledged = mark.number
-        size_bytes = sum(len(line.body) for line in mark.unfinished)  # they are sent anew each time
+        size_bytes = sum(len(line.body) for line in mark.unfinished)  # they are sent each time
         self._acknowledge_at = time.monotonic() + size_bytes / _MOST_UNFINISHED_BYTES_PER_S
-        with self._sending, contextlib.suppress(LinkClosed):  # its reader meets the end as well
+        with self._sending, contextlib.suppress(LinkClosed):  # the reader notices the end as well
             for message in (*mark.unfinished, Acknowledge(mark.number)):
                 self._add(message)
             if self.broken_at is None:
                 self._link.flush()
 
     def _check_number(self, number: int, *, is_explained: bool) -> None:
-        """The agent numbers what it keeps for us without a gap, or says in a notice what is missing."""
+        """Count missing messages: the agent numbers what it keeps for us without gaps, or explains one in a notice."""
         missing = 0 if self._last_number is None else number - self._last_number - 1
         self._last_number = number
         self._state.note_handled(0 if is_explained else missing, self._node)
 
 
 def _pieces(message: Message) -> Iterator[Message]:
-    """Output in pieces: what a rank draws takes time, in which other nodes and a stop are to get through."""
+    """Split large output into pieces: handling takes time, and other nodes and a stop must get through in between."""
     if not isinstance(message, Output) or len(message.body) <= _PIECE_BYTES:
         yield message
         return
@@ -505,7 +506,7 @@ _links: weakref.WeakSet[NodeLink] = weakref.WeakSet()
 
 
 def _forget_after_fork() -> None:
-    """In a forked process: it must not keep a session, nor what stays after it, from ending with the notebook."""
+    """Drop all links in a forked process: it must not keep the session, or what follows it, from ending."""
     for link in list(_links):
         link.forget()
 

@@ -1,4 +1,4 @@
-"""How a session speaks to its ranks: it sends, asks and waits for answers, and brings values."""
+"""The connection of a session to its ranks: it sends messages, requests answers, and transfers values."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from ..state.requests import Request
 from ..state.session_state import SessionState
 from .node_link import NodeLink
 
-_MOST_TURNS = 10  # of cells of other threads that a cell waits for
-_REFUSED_AGAIN_S = 5.0  # from one cell that was refused to the next of "run all"
+_MOST_TURNS = 10  # of other threads' cells that a cell waits for
+_REFUSED_AGAIN_S = 5.0  # between a refused cell and the next one of "run all"
 _TELL_AFTER_S = 0.1
 
 
 class RankLink:
-    """The ranks of one session, behind the links to their nodes. What they say is in ``state``."""
+    """The ranks of one session, reached over the links to their nodes. What they send is kept in ``state``."""
 
     def __init__(self, session: str, ends: Sequence[End], *, is_attaching: bool, limits: Limits) -> None:
         trusted = [end.transport.is_this_machine or end.transport.is_trusted for end in ends]
@@ -38,7 +38,7 @@ class RankLink:
         self.limits = limits
         self.state = SessionState(session, names, strangers=strangers, absent=absent, is_attaching=is_attaching)
         self._session = session
-        self._refused: set[tuple[int, int, int]] = set()  # who was last in the way of a cell: rank, cell, presses
+        self._refused: set[tuple[int, int, int]] = set()  # what last blocked a cell: rank, cell, presses
         self._refused_until = 0.0
         self.node_links = [self._link_to(node, end) for node, end in enumerate(ends)]
 
@@ -48,26 +48,26 @@ class RankLink:
         return NodeLink(end.sock, self.state, node, connect=connect, limits=self.limits)
 
     def send(self, message: Message) -> None:
-        """Send ``message`` to its ranks. Raises: NodeLost, or whatever ended the session before."""
-        ranks: list[int] = message.ranks  # type: ignore[attr-defined]  # every message to ranks says which
+        """Send ``message`` to its ranks. Raises: NodeLost, or the error that ended the session before."""
+        ranks: list[int] = message.ranks  # type: ignore[attr-defined]  # every message to ranks has it
         for node in sorted({self.state.node_of[rank] for rank in ranks} - self.state.lost_nodes.keys()):
             own = [rank for rank in ranks if self.state.node_of[rank] == node]
             self.send_to(node, _share(message, own) if isinstance(message, RunCell) else message)
 
     def send_to(self, node: int, message: Message) -> None:
-        """Send ``message`` to the agent of a node. Raises: NodeLost, or whatever ended the session before."""
+        """Send ``message`` to the agent of a node. Raises: NodeLost, or the error that ended the session before."""
         try:
             self.node_links[node].send(message)
         except TransportError as exc:
             self.node_links[node].wait_for_end(limit_s=self.limits.last_words_s)
             if self.state.failure or node not in {*self.state.lost_nodes, *self.state.absent}:
-                gone = NodeLost(f"the agent of session {self._session!r} is gone: {exc}")
+                gone = NodeLost(f"cannot send to the agent of session {self._session!r}: {exc}")
                 raise self.state.failure or gone from exc
 
     def end(self, *, limit_s: float, keep_s: float = 0.0) -> list[int]:
         """Ask the agents to end everything, and wait until they have; returns the nodes whose agent has not.
 
-        With ``keep_s`` an agent may stay so long for another session: its link ``is_kept`` then.
+        With ``keep_s`` an agent may stay for so long, for another session: its link ``is_kept`` then.
         """
         for link in self.node_links:
             with contextlib.suppress(TransportError):
@@ -86,12 +86,12 @@ class RankLink:
             link.wait_for_end(limit_s=max(0.0, deadline - time.monotonic()))
 
     def wait_for_number(self, node: int, number: int, *, by: float, tell: Callable[[float], None]) -> None:
-        """Wait until the messages of a node up to ``number`` have come, or it is lost and the others go on.
+        """Wait until the messages of a node up to ``number`` have arrived, or only this node is lost.
 
-        ``tell`` gets the share of them that has come, once a second.
+        ``tell`` receives the share that has arrived, once a second.
 
-        Raises: CellTimeout when less than a twentieth of them has come within ``catch_up_s``, or not all of them at
-        ``by``, what ended the session when nothing can come.
+        Raises: CellTimeout when less than a twentieth of them arrives within ``catch_up_s``, or not all by ``by``; the
+        error that ended the session.
         """
         link, limit_s = self.node_links[node], self.limits.catch_up_s
         deadline, enough = time.monotonic() + limit_s, link.last_number + 1
@@ -102,13 +102,13 @@ class RankLink:
                 link.wait_for_end(limit_s=self.limits.last_words_s)
                 if node in self.state.lost_nodes and not self.state.failure:
                     return
-                raise self.state.failure or NodeLost(f"node {self.state.nodes[node]} is lost: it has hung up")
+                raise self.state.failure or NodeLost(f"node {self.state.nodes[node]} is lost: it closed the connection")
             if link.last_number >= enough:
                 deadline, enough = time.monotonic() + limit_s, link.last_number + step
             if time.monotonic() >= min(deadline, by):
                 took_s = limit_s if deadline <= by else self.limits.catch_up_all_s
                 who = self.state.nodes[node] or f"session {self._session!r}"
-                raise CellTimeout(f"{who} has sent too little of what was missed in {took_s:g} s")
+                raise CellTimeout(f"{who} has sent too little of the missed output in {took_s:g} s")
             if time.monotonic() >= tell_at:
                 tell((link.last_number - first) / (number - first))
                 tell_at = time.monotonic() + self.limits.tell_gap_s
@@ -120,17 +120,17 @@ class RankLink:
 
     @property
     def caught_up_by(self) -> float:
-        """When all nodes together that are attached to now are to have sent what was missed."""
+        """The time by which all nodes that are attached to now must have sent what was missed."""
         return time.monotonic() + self.limits.catch_up_all_s
 
     def hang_up(self, node: int, reason: str) -> None:
-        """Let go of a node, which is lost for this session."""
+        """Close the connection to a node, which is then lost for this session."""
         self.state.lose_node(node, reason)
         self.node_links[node].close(is_seen=False)
 
     @property
     def is_closed(self) -> bool:
-        """Nothing can be said to the ranks, nor heard of them."""
+        """Whether ranks can no longer be reached."""
         return self.node_links[0].is_closed
 
     def detach(self, *, is_seen: bool) -> None:
@@ -140,7 +140,7 @@ class RankLink:
         self._close(is_seen=is_seen)
 
     def describe_unreachable(self, *, now: float) -> str:
-        """The nodes to which there is no connection now; empty when all can be reached."""
+        """Describe the nodes that are not connected now; empty when all are."""
         parts = []
         for node, since_s in self.broken_s(now=now).items():
             ranks = [rank for rank, owner in list(self.state.node_of.items()) if owner == node]
@@ -151,12 +151,12 @@ class RankLink:
         return "; ".join(parts)
 
     def broken_s(self, *, now: float) -> dict[int, float]:
-        """For how many seconds there has been no connection to a node, by its position."""
+        """Return for how many seconds nodes have been disconnected, by the position of the node."""
         times = {node: link.broken_at for node, link in enumerate(self.node_links) if not link.is_closed}
         return {node: now - broken_at for node, broken_at in times.items() if broken_at is not None}
 
     def is_reachable(self, rank: int) -> bool:
-        """There is a connection to its node."""
+        """Return whether the node of ``rank`` is connected."""
         return self.node_links[self.state.node_of.get(rank, 0)].broken_at is None
 
     def require_idle(
@@ -166,13 +166,12 @@ class RankLink:
         waits: bool,
         tell: Callable[[Mapping[int, Cell]], None] | None = None,
     ) -> None:
-        """Wait for ranks that are starting; if it ``waits``, for those that run a cell, or what a stop has left of a
-        broadcast, too.
+        """Wait for ranks that are starting; with ``waits``, also for those still in a cell or a broadcast.
 
-        ``tell`` is called once a second while the latter are waited for, with those that run a cell.
+        ``tell`` is called once a second while the latter are waited for, with those that run a cell. If a cell has just
+        waited in vain for the same ranks, the next one of "run all" does not wait again.
 
-        Where a cell has waited for the same ranks just before, the next one of "run all" does not wait as well.
-        Raises: SessionError when one is down, or still not idle after ``idle_s``; NodeLost when all are gone.
+        Raises: SessionError when a rank is down, or still not idle after ``idle_s``; the error that ended the session.
         """
         wanted = set(chosen)
         waited_for: set[int] = set()
@@ -187,7 +186,7 @@ class RankLink:
             in_the_way = self._in_the_way(wanted)
             if in_the_way.is_nothing:
                 return
-            if in_the_way.cells - waited_for:  # another thread's was first
+            if in_the_way.cells - waited_for:  # another thread's cell was first
                 deadline = min(time.monotonic() + limit_s, began + _MOST_TURNS * limit_s)
             waited_for |= in_the_way.cells
             started_by = max(deadline, began + self.limits.idle_s)
@@ -203,13 +202,13 @@ class RankLink:
             )
 
     def _in_the_way(self, wanted: Collection[int]) -> _InTheWay:
-        """What ranks that are wanted still do."""
+        """Return what the wanted ranks still do."""
         busy = {rank: cell for rank, cell in self.state.busy.items() if rank in wanted}
         starting = {rank: end for rank, end in self.state.lost.items() if rank in wanted}
         return _InTheWay(busy, starting, self.state.requests.left(wanted))
 
     def _give_up_waiting(self, found: _InTheWay, deadline: float, started_by: float, *, waits: bool) -> None:
-        """Raises: SessionError, when it is time."""
+        """Check the deadlines. Raises: SessionError when one has passed."""
         now = time.monotonic()
         pressed = {(rank, cell.number, cell.presses) for rank, cell in found.busy.items()}
         is_known = waits and pressed <= self._refused and now < self._refused_until
@@ -229,9 +228,9 @@ class RankLink:
             raise SessionError(f"{format_ranks(found.starting)} did not start again within {self.limits.idle_s:g} s")
 
     def renumber(self, number: Mapping[int, int], *, world_size: int) -> None:
-        """Give idle ranks other numbers, from old to new, in a smaller world. A node that does not take them is lost.
+        """Renumber idle ranks, from old to new, in a smaller world. A node whose ranks fail to do so is lost.
 
-        Raises: CellTimeout for the first node, RankLost; the session is over then.
+        Raises: CellTimeout for the first node, RankLost; the session has then ended.
         """
         node_of = dict(self.state.node_of)
         self.state.renumber(self.state.plan, number)
@@ -244,7 +243,7 @@ class RankLink:
                 try:
                     request.wait(self.limits.idle_s, what="new numbers")
                 except (CellTimeout, NodeLost, RankLost, SessionError):
-                    request.wait_quietly(max(0.0, deadline - time.monotonic()))  # the others take theirs
+                    request.wait_quietly(max(0.0, deadline - time.monotonic()))  # let the others finish
                     done = {rank for rank, answer in request.answers.items() if isinstance(answer, RequestDone)}
                     wrong = {node_of[old] for old, new in number.items() if new not in done}
                     if 0 in wrong or self.state.failure:
@@ -252,20 +251,20 @@ class RankLink:
                     for node in wrong - self.state.lost_nodes.keys():
                         self.hang_up(node, f"its ranks did not take their new numbers within {self.limits.idle_s:g} s")
         except BaseException:
-            self.state.fail(SessionError("not all ranks have taken their new numbers: %distributed restart"))
+            self.state.fail(SessionError("not all ranks took their new numbers: run %distributed restart"))
             raise
         finally:
             self.state.end_renumbering()
 
     def pull(self, names: list[str], ranks: tuple[int, ...]) -> dict[int, dict[str, Any]]:
-        """Bring variables here. Raises: SessionError with what the ranks refused."""
+        """Fetch variables from ranks: rank -> name -> value. Raises: SessionError when a rank refuses; CellTimeout."""
         with self.request(ranks, names) as request:
             self.send(Pull(list(ranks), request.number, names))
             request.wait(self.limits.value_s, what=f"pull of {', '.join(names)}")
             return {rank: {name: request.value(rank, name) for name in names} for rank in ranks}
 
     def push(self, variables: Mapping[str, Any], ranks: tuple[int, ...]) -> None:
-        """Set variables there. Raises: ValueNotSupported; nothing is set then."""
+        """Set variables on ranks. Raises: ValueNotSupported before anything is set; CellTimeout, SessionError."""
         packed = [(name, *values.pack(value, name=name)) for name, value in variables.items()]
         nodes = {self.state.node_of[rank] for rank in ranks}
         for name, description, buffers in packed:
@@ -278,11 +277,13 @@ class RankLink:
                         for node in nodes:
                             if not self.node_links[node].wait_for_room(self.limits.room_s):
                                 who = self.state.nodes[node] or "the node"
-                                raise CellTimeout(f"push of {name}: {who} took nothing for {self.limits.room_s:g} s")
+                                raise CellTimeout(
+                                    f"push of {name}: {who} received nothing for {self.limits.room_s:g} s"
+                                )
                 request.wait(self.limits.value_s, what=f"push of {name}")
 
     def locate(self, ranks: Iterable[int], *, limit_s: float | None = None, stack: bool = True) -> dict[int, Position]:
-        """Where ranks are; one that does not answer in time is not in the answer."""
+        """Return where ranks are, without those that do not answer in time."""
         with self.locating(ranks, stack=stack) as request:
             if request.is_open:
                 request.wait_quietly(self.limits.locate_s if limit_s is None else limit_s)
@@ -290,7 +291,7 @@ class RankLink:
 
     @contextlib.contextmanager
     def locating(self, ranks: Iterable[int], *, stack: bool = True) -> Iterator[Request]:
-        """The question where ranks are, without a wait for the answers: they come while it goes on."""
+        """Request the positions of ranks without waiting: answers arrive while the context is open."""
         asked = [rank for rank in ranks if rank not in self.state.lost and self.is_reachable(rank)]
         with self.request(asked) as request:
             try:
@@ -303,33 +304,33 @@ class RankLink:
     def look(
         self, ranks: Iterable[int], *, before: Mapping[int, Position], stack: bool
     ) -> tuple[dict[int, Position], list[Evidence]]:
-        """Where ranks are now, and with what an earlier look gave ``before``, the evidence of what they do."""
+        """Locate ranks and gather evidence of what they do, also from the positions of an earlier look, ``before``."""
         wanted = list(ranks)
         return self.gather_evidence(wanted, self.locate(wanted, stack=stack), before=before)
 
     def gather_evidence(
         self, wanted: Iterable[int], positions: dict[int, Position], *, before: Mapping[int, Position]
     ) -> tuple[dict[int, Position], list[Evidence]]:
-        """See ``look``; of what ranks have answered."""
+        """Gather what ``look`` returns from positions that have arrived."""
         world_size, evidence = max(self.state.node_of, default=-1) + 1, []
         for rank in wanted:
             if rank in positions:
                 is_cuda, earlier = rank in self.state.plan.cuda_ranks, before.get(rank)
                 evidence.append(gather(positions[rank], world_size=world_size, before=earlier, is_cuda=is_cuda))
-                positions[rank] = replace(positions[rank], collectives={}, stack=[])  # the rest of it may be large
+                positions[rank] = replace(positions[rank], collectives={}, stack=[])  # these may be large
             else:
                 evidence.append(Evidence(rank, "starting" if rank in self.state.lost else "no answer"))
         return positions, evidence
 
     def where(self, ranks: Iterable[int]) -> str:
-        """Ranks and the line each is at, those at one line together: ``ranks 0, 2 (line 7), rank 1 (line 3)``.
+        """Describe ranks and the line each is at, grouped by line: ``ranks 0, 2 (line 7), rank 1 (line 3)``.
 
-        Where there are several nodes, with their names: ``rank 1 on gpu2 (line 3)``.
+        With several nodes, their names are included: ``rank 1 on gpu2 (line 3)``.
         """
         return self.describe_places(ranks, self.locate(ranks))
 
     def describe_places(self, ranks: Iterable[int], positions: Mapping[int, Position]) -> str:
-        """The same in words, of positions that are known."""
+        """Describe ranks as ``where`` does, from known positions."""
         places: dict[str, list[int]] = {}
         for rank in ranks:
             line = positions[rank].line if rank in positions else 0
@@ -339,7 +340,7 @@ class RankLink:
 
     @property
     def hosts(self) -> dict[int, str]:
-        """The node of every rank, by the user's name for it; empty where there is only one."""
+        """The node of every rank, by the user's name for it; empty if there is only one node."""
         names = self.state.nodes
         return {rank: names[node] for rank, node in list(self.state.node_of.items())} if len(names) > 1 else {}
 
@@ -347,9 +348,9 @@ class RankLink:
     def request(
         self, ranks: Iterable[int], names: Iterable[str] = (), *, limit_bytes: int = values.MAX_BYTES
     ) -> Iterator[Request]:
-        """A question to ``ranks``; an answer is waited for inside, one that comes later is dropped."""
+        """Open a request to ``ranks``; answers are accepted while the context is open, later ones are dropped."""
         request = self.state.requests.new(ranks, names, limit_bytes=limit_bytes)
-        for rank, end in list(self.state.lost.items()):  # its loss was told before the question was there
+        for rank, end in list(self.state.lost.items()):  # it was lost before this request
             if end.down:
                 request.fail(RankLost(what_to_do_about_down({rank: end}), ranks=[rank]), rank=rank)
         try:
@@ -359,13 +360,13 @@ class RankLink:
 
 
 def positions_in(request: Request) -> dict[int, Position]:
-    """Where ranks are, of those that have answered."""
+    """Return the positions of the ranks that have answered."""
     return {rank: answer for rank, answer in list(request.answers.items()) if isinstance(answer, Position)}
 
 
 @dataclass(frozen=True)
 class _InTheWay:
-    """Why ranks are not idle: the cells that they run, how those ended that start again, what a stop has left."""
+    """What keeps ranks from being idle: cells they run, how restarting ones ended, unfinished broadcasts."""
 
     busy: dict[int, Cell]
     starting: dict[int, RankEnded]
@@ -381,6 +382,6 @@ class _InTheWay:
 
 
 def _share(message: RunCell, ranks: list[int]) -> RunCell:
-    """What of a cell is for ``ranks``."""
+    """Return the part of a cell message that concerns ``ranks``."""
     incarnation = dict(zip(message.ranks, message.incarnations))
     return replace(message, ranks=ranks, incarnations=[incarnation[rank] for rank in ranks])
