@@ -1,10 +1,9 @@
 """Messages between session, agent, worker and interpreter: a JSON header plus, for some, one raw buffer.
 
-messages.py says which there are, frames.py how they lie in bytes, link.py sends them; json_text.py reads
-what is in them.
+messages.py defines them, frames.py encodes them as bytes, link.py sends them; json_text.py parses their contents.
 """
 
-# ruff: noqa: F403  this is all that stands in them without an underscore
+# ruff: noqa: F403  imports every name of these modules that has no underscore
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Bytes <-> frames: a fixed prefix (sizes of header and body, the message's kind and number), a JSON header, the body.
 
-A number is given by the agent to what it spools for the notebook; 0 means "not spooled". A notebook on a link that can
-break numbers what it sends, too. What a prefix announces is believed only as far as there are such messages.
+The agent numbers what it spools for the notebook; 0 means "not spooled". A notebook on a link that can break numbers
+what it sends, too. Sizes in a prefix are accepted only up to those of existing messages.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _PLAIN = bytes(range(0x20, 0x7F))
 
 
 class Frame(NamedTuple):
-    """One message as it lies on the wire."""
+    """One message as encoded on the wire."""
 
     number: int
     kind: type[Message]
@@ -49,44 +49,44 @@ class Frame(NamedTuple):
         return b"".join((prefix, self.header, self.body))
 
     def message(self) -> Message:
-        """The message, of a frame whose sizes were checked as it came. Raises: WireError when it is not one."""
-        if self.header.translate(None, _PLAIN):  # else it would be longer when it is written again, to a log
-            raise WireError("a header is not JSON in plain ASCII")
+        """Parse the message; sizes were checked on arrival. Raises: WireError when it is invalid."""
+        if self.header.translate(None, _PLAIN):  # else it would grow when it is encoded again for a log
+            raise WireError("a message header is not JSON in plain ASCII")
         values = parse_json(self.header)
         if not isinstance(values, dict):
-            raise WireError("a header is not a JSON object")
+            raise WireError("a message header is not a JSON object")
         return make_message(self.kind, values, self.body)
 
 
 def to_frame(message: Message) -> Frame:
-    """Lay a message out; the frame has no number yet."""
+    """Encode a message; the frame has no number yet."""
     header, body = lay_out(message)
     return Frame(0, type(message), json.dumps(header, separators=(",", ":")).encode(), body)
 
 
 def require_readable(order: Message) -> None:
-    """Raises: SpecError for what no node would read: there it would end the connection, and the session."""
+    """Check that a node could parse ``order``, else it would end the connection and the session. Raises: SpecError."""
     try:
         frame = to_frame(order)
         if len(frame.header) > MAX_ORDER_HEADER_BYTES:
-            raise WireError(f"it has {len(frame.header):,} bytes, at most {MAX_ORDER_HEADER_BYTES:,} are sent")
+            raise WireError(f"it has {len(frame.header):,} bytes, more than {MAX_ORDER_HEADER_BYTES:,}")
         frame.message()
     except (RecursionError, TypeError, ValueError, WireError) as exc:
         raise SpecError(f"{type(order).__name__} cannot be sent: {exc}") from None
 
 
 class FrameReader:
-    """Cut a stream of bytes into frames."""
+    """A reader that cuts a stream of bytes into frames."""
 
     def __init__(
         self, *, max_header_bytes: int = MAX_HEADER_BYTES, kinds: Collection[type[Message]] = NUMBERS.keys()
     ) -> None:
         self.max_header_bytes = max_header_bytes
-        self._kinds = kinds  # that the other side sends
+        self._kinds = kinds  # that the other side may send
         self._buffer = bytearray()
 
     def feed(self, data: bytes) -> list[Frame]:
-        """Take the next bytes; return the frames that are now complete. Raises: WireError."""
+        """Take the next bytes and return the frames that are now complete. Raises: WireError."""
         buffer = self._buffer
         buffer += data
         frames: list[Frame] = []
@@ -95,7 +95,7 @@ class FrameReader:
             header_bytes, body_bytes, kind_number, number = _PREFIX.unpack_from(buffer, position)
             kind = find_kind(kind_number, self._kinds)
             if header_bytes > self.max_header_bytes or body_bytes > MAX_BODY_BYTES:
-                raise WireError(f"a frame announces {header_bytes} + {body_bytes} bytes, more than any message has")
+                raise WireError(f"a frame announces {header_bytes} + {body_bytes} bytes, more than any message")
             check_sizes(kind, header_bytes, body_bytes)
             header_at = position + _PREFIX.size
             body_at = header_at + header_bytes
@@ -110,5 +110,5 @@ class FrameReader:
 
     @property
     def is_empty(self) -> bool:
-        """Nothing is left of an unfinished frame."""
+        """Whether no part of an unfinished frame is left."""
         return not self._buffer

@@ -1,4 +1,4 @@
-"""JSON and text that another process sent, read so that they cost little, whatever is in them."""
+"""JSON and text from another process, parsed at bounded cost, whatever it contains."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from typing import Any
 
 from ..errors import WireError
 
-MAX_BUNDLE_BYTES = 32 << 20  # of what a cell shows
-MAX_BUNDLE_VALUES = 1 << 16  # of it: strings, numbers, lists; one takes up to 300 bytes parsed, and is kept
-SIZES = "application/vnd.detrain_nb.sizes+json"  # in what a cell shows: {mime type: {"width": .., "height": ..}}
-_TEXT_BYTES = 1 << 18  # with nothing but surrogates: 25 ms
+MAX_BUNDLE_BYTES = 32 << 20  # of a rich output
+MAX_BUNDLE_VALUES = 1 << 16  # in it: strings, numbers, lists; each takes up to 300 bytes once parsed, and is kept
+SIZES = "application/vnd.detrain_nb.sizes+json"  # in a rich output: {mime type: {"width": .., "height": ..}}
+_TEXT_BYTES = 1 << 18  # of surrogates alone, these take 25 ms
 
 Json = Any
 
 
 def json_body(value: Json) -> bytes:
-    """A JSON value as the body of a message."""
+    """Encode a JSON value as the body of a message."""
     return json.dumps(value, separators=(",", ":")).encode()
 
 
 def parse_json(data: bytes) -> Json:
-    """JSON from the other side. Raises: WireError, also on NaN, nesting without end, and a key that comes twice."""
+    """Parse JSON from the other side. Raises: WireError, also on NaN, extreme nesting, and repeated keys."""
     try:
         return _DECODER.decode(data.decode())
     except (ValueError, RecursionError) as exc:
@@ -34,17 +34,17 @@ def parse_json(data: bytes) -> Json:
 
 
 def parse_bundle(data: bytes) -> dict[str, Json]:
-    """What a cell shows, by mime type. Raises: WireError, also when it has more than ``MAX_BUNDLE_VALUES``."""
+    """Parse a rich output, {mime type: data}. Raises: WireError, also for more than ``MAX_BUNDLE_VALUES`` values."""
     if len(data) > MAX_BUNDLE_VALUES and count_values(data) > MAX_BUNDLE_VALUES:
-        raise WireError("what a cell shows has more values than any has")
+        raise WireError(f"a rich output has more than {MAX_BUNDLE_VALUES:,} values")
     bundle = parse_json(data)
     if not isinstance(bundle, dict):
-        raise WireError("what a cell shows is not by mime type")
+        raise WireError("a rich output is not a JSON object by mime type")
     return bundle
 
 
 def count_values(data: bytes, *, most: int = MAX_BUNDLE_VALUES) -> int:
-    """How many values a JSON text has at most, without parsing it; stops to count soon after ``most``."""
+    """Return an upper bound on the values in a JSON text without parsing it; stops counting soon after ``most``."""
     plain = data.replace(rb"\\", b"").replace(rb"\"", b"")
     strings = plain.count(b'"') // 2
     if strings <= most:
@@ -55,7 +55,7 @@ def count_values(data: bytes, *, most: int = MAX_BUNDLE_VALUES) -> int:
 
 @contextlib.contextmanager
 def without_collections() -> Iterator[None]:
-    """Where JSON is parsed, collections of garbage would take ten times as long, and find none."""
+    """Switch off garbage collection while JSON is parsed: it would take ten times as long, and find nothing."""
     is_collecting = gc.isenabled()
     gc.disable()
     try:
@@ -72,14 +72,14 @@ def _refuse_constant(name: str) -> None:
 def _refuse_repeats(pairs: list[tuple[str, Json]]) -> dict[str, Json]:
     made = dict(pairs)
     if len(made) < len(pairs):
-        raise ValueError("a key comes twice")
+        raise ValueError("a key is repeated")
     return made
 
 
 def read_text(data: bytes | memoryview) -> str:
-    """Text from the other side, which may have halves of surrogates, as Python's may. Raises: WireError.
+    """Decode text from the other side, which may contain lone surrogates, as Python's may. Raises: WireError.
 
-    They are slow to read: other threads have their turn between two pieces of it.
+    These are slow to decode: between two pieces, other threads can run.
     """
     try:
         return str(data, "utf-8")
@@ -94,7 +94,7 @@ def read_text(data: bytes | memoryview) -> str:
 
 
 def _read_whole(digits: str) -> int:
-    """In Python: other threads have their turn between two numbers, which may have thousands of digits."""
+    """Parse an int, in Python: other threads can run between two numbers, which may have thousands of digits."""
     return int(digits)
 
 

@@ -15,11 +15,11 @@ _LARGE_READ_BYTES = 1 << 20
 
 
 class LinkClosed(WireError):
-    """The other end of a link is gone."""
+    """The other end of a link has closed the connection."""
 
 
 class Link:
-    """Frames over one connected, non-blocking socket, with a queue of what is still to be sent."""
+    """Frames over one connected, non-blocking socket, with a queue of those still to be sent."""
 
     def __init__(
         self,
@@ -39,32 +39,32 @@ class Link:
         return self.sock.fileno()
 
     def limit_headers(self, max_bytes: int) -> None:
-        """From now on."""
+        """Limit the size of headers from now on."""
         self._reader.max_header_bytes = max_bytes
 
     def send(self, message: Message) -> None:
         self.send_bytes(to_frame(message).to_bytes())
 
     def send_bytes(self, data: bytes) -> None:
-        """Send now what the socket takes; the rest goes with ``flush``. Raises: LinkClosed."""
+        """Send as much as the socket takes now; ``flush`` sends the rest. Raises: LinkClosed."""
         self.add_bytes(data)
         if len(self._waiting) == 1:
             self.flush()
 
     def add_bytes(self, data: bytes) -> None:
-        """Send a frame with the next ``flush``."""
+        """Queue a frame for the next ``flush``."""
         self.waiting_bytes += len(data)
         self._waiting.append(memoryview(data))
 
     def flush(self) -> bool:
-        """Send what waits; True when nothing waits any more. Raises: LinkClosed."""
+        """Send what is queued; True when the queue is empty. Raises: LinkClosed."""
         while self._waiting:
             try:
                 sent = self.sock.send(self._waiting[0])
             except BlockingIOError:
                 return False
             except OSError as exc:
-                raise LinkClosed(f"the other end is gone: {exc}") from exc
+                raise LinkClosed(f"the connection broke: {exc}") from exc
             self.waiting_bytes -= sent
             if sent == len(self._waiting[0]):
                 self._waiting.popleft()
@@ -74,16 +74,16 @@ class Link:
         return True
 
     def receive(self) -> list[Frame]:
-        """Read once; the frames that are now complete. Raises: LinkClosed at the end, WireError on nonsense."""
+        """Read once and return the frames now complete. Raises: LinkClosed at the end; WireError on bad data."""
         try:
             data = self.sock.recv(self._receive_bytes)
         except BlockingIOError:
             return []
         except OSError as exc:
-            raise LinkClosed(f"the other end is gone: {exc}") from exc
+            raise LinkClosed(f"the connection broke: {exc}") from exc
         if not data:
             raise LinkClosed("the other end closed the connection")
-        # room for a large read costs time at every small one: make it while large ones come
+        # a buffer for a large read slows down small ones: use it only while reads are large
         self._receive_bytes = _SMALL_READ_BYTES if len(data) < self._receive_bytes else _LARGE_READ_BYTES
         return self._reader.feed(data)
 

@@ -1,7 +1,7 @@
-"""Messages between session, agent, worker and interpreter, and what is checked of their fields.
+"""Messages between session, agent, worker and interpreter, and the validation of their fields.
 
-The receiving side trusts nothing: types and sizes of every field are checked against the dataclass, and what does not
-fit is a ``WireError``.
+The receiving side trusts nothing: it checks type and size of every field against the dataclass; anything else is a
+``WireError``.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from ..errors import WireError
 from .json_text import MAX_BUNDLE_BYTES, Json, count_values, parse_json, read_text, without_collections
 
 PROTOCOL = 6
-MAX_HEADER_BYTES = 1 << 20  # parsed it can take 30 times as much: what is long, and comes from a node, is a body
-MAX_ORDER_HEADER_BYTES = 16 << 20  # of what a notebook says, which is trusted
+MAX_HEADER_BYTES = 1 << 20  # parsing can take 30 times as much memory: long data from a node is a body
+MAX_ORDER_HEADER_BYTES = 16 << 20  # of messages from a notebook, which is trusted
 MAX_BODY_BYTES = 64 << 20
 MAX_DESCRIPTION_BYTES = 8 << 20  # of a value, as JSON
-MAX_DESCRIPTION_VALUES = 1 << 20  # of it, as count_values has them: no other thread has its turn while it is parsed
+MAX_DESCRIPTION_VALUES = 1 << 20  # in it, by count_values: no other thread runs while it is parsed
 PIECE_BYTES = 1 << 20
 ALIVE_GAP_S = 5.0  # between signs of life of a notebook, on a connection that can break
-SILENCE_LIMIT_S = 20.0  # after which its node lets go of one that gives none
+SILENCE_LIMIT_S = 20.0  # after which its node drops a notebook that sends none
 
 LongText = str
 
 
 class OtherProtocol(WireError):
-    """The other side has another version of this code."""
+    """The other side has another version of detrain_nb."""
 
 
 KINDS: dict[int, type[Message]] = {}
@@ -37,10 +37,9 @@ NUMBERS: dict[type[Message], int] = {}
 
 
 class Message:
-    """A message; a field named ``body``, or a LongText, travels as raw bytes behind the header, others inside it.
+    """A message; a field named ``body``, or a LongText, travels as raw bytes after the header, others inside it.
 
-    ``number``: what a frame says in front of its header. It stays with its message; 0 is none, as protocols up to 5 had
-    there.
+    ``number``: the kind in the prefix of its frames, which never changes. 0 is unused: protocols up to 5 had 0 there.
     """
 
     __slots__ = ()
@@ -55,9 +54,9 @@ class Message:
 
 @dataclass(frozen=True)
 class Attach(Message, number=1):
-    """First message of a notebook: which session it means, and who it is; ``steal`` takes it from another notebook.
+    """First message of a notebook: the session it means, and who it is; ``steal`` takes it from another notebook.
 
-    ``resumes`` goes on after a connection that broke: what the notebook sent is counted on.
+    ``resumes``: go on after a broken connection, with the notebook's messages counted on.
     """
 
     session: str
@@ -65,22 +64,22 @@ class Attach(Message, number=1):
     steal: bool = False
     resumes: bool = False
     protocol: int = PROTOCOL
-    type: str = "Attach"  # an agent of a protocol before 6 reads here what this is, and refuses
+    type: str = "Attach"  # an agent of a protocol before 6 reads the kind here, and refuses
 
 
 @dataclass(frozen=True)
 class OpenStore(Message, number=2):
-    """Bind a socket for the store of the rendezvous to ``address``, and to no other; answered by ``StoreOpened``."""
+    """Bind a socket for the rendezvous store to ``address``, and to no other; answered by ``StoreOpened``."""
 
     address: str
 
 
 @dataclass(frozen=True)
 class Launch(Message, number=3):
-    """Start the launcher: ``argv`` and ``env`` as launch.py wrote them, for ranks ``ranks`` of this node.
+    """Start the launcher: ``argv`` and ``env`` as built by launch.py, for ranks ``ranks`` of this node.
 
-    ``linger_s``: how long the ranks wait for a notebook to attach again when theirs is gone. ``info``: what the agent
-    tells such a notebook of the session. ``spool_limit_bytes``: how much of what nobody has shown is kept.
+    ``linger_s``: how long the ranks wait for another notebook when theirs has disappeared. ``info``: what the agent
+    then reports to that notebook about the session. ``spool_limit_bytes``: how much unshown output is kept.
     """
 
     argv: list[str]
@@ -93,7 +92,7 @@ class Launch(Message, number=3):
 
 @dataclass(frozen=True)
 class Unfinished(Message, number=4):
-    """The beginning of a line that has not ended at the number that is acknowledged next; goes to a later notebook."""
+    """The beginning of a line unfinished at the number that is acknowledged next; passed to a later notebook."""
 
     rank: int
     cell: int
@@ -103,22 +102,22 @@ class Unfinished(Message, number=4):
 
 @dataclass(frozen=True)
 class Acknowledge(Message, number=5):
-    """Everything up to the message of this number has been shown; lines that are cut there came as ``Unfinished``."""
+    """Everything up to the message of this number was shown; lines cut there were sent as ``Unfinished``."""
 
     number: int
 
 
 @dataclass(frozen=True)
 class Alive(Message, number=6):
-    """The notebook is there: one that has gone without a word would hold its session for ever. ``Received`` answers."""
+    """A sign of life: a notebook that vanished would hold its session for ever. ``Received`` answers."""
 
 
 @dataclass(frozen=True)
 class EndSession(Message, number=7):
     """End the ranks and the agent.
 
-    With ``keep_s`` the agent stays for so long, with what its ranks have imported, for ``Begin`` on the same
-    connection; then ``Kept`` is the last that it says of this session.
+    With ``keep_s`` the agent stays for so long, with the modules that its ranks imported, for ``Begin`` on the same
+    connection; ``Kept`` is then its last message about this session.
     """
 
     keep_s: float = 0.0
@@ -126,11 +125,11 @@ class EndSession(Message, number=7):
 
 @dataclass(frozen=True)
 class Begin(Message, number=8):
-    """To an agent that was kept: serve session ``session`` in ``folder`` (empty: beside the last); see ``Begun``.
+    """Serve session ``session`` in ``folder`` (empty: beside the last), sent to an agent that was kept; see ``Begun``.
 
-    ``work_folder``: to be made there, if not empty; ``uses`` as in agents.py. On the notebook's machine ``starter`` is
-    what an agent would get from the notebook's process now (node/system/surroundings.py), and ``env`` its
-    environment; elsewhere the one is empty, the other None.
+    ``work_folder``: to be created there, if not empty; ``uses`` as in agents.py. On the notebook's machine ``starter``
+    is what an agent would now inherit from the notebook's process (node/system/surroundings.py), and ``env`` its
+    environment; elsewhere ``starter`` is empty and ``env`` is None.
     """
 
     session: str
@@ -148,8 +147,8 @@ class Begin(Message, number=8):
 class RunCell(Message, number=9):
     """Run ``code`` as cell ``cell`` on ``ranks``; its first line is line ``first_line`` of the cell in the notebook.
 
-    Meant for the interpreters of ``incarnations``, one for each rank: one that was forked since leaves it alone.
-    ``is_replay``: it is an earlier cell, run once more.
+    Meant for the interpreters of ``incarnations``, one per rank: one forked since ignores it. ``is_replay``: it is an
+    earlier cell, run again.
     """
 
     ranks: list[int]
@@ -170,10 +169,10 @@ class Interrupt(Message, number=10):
 
 @dataclass(frozen=True)
 class NewGeneration(Message, number=11):
-    """End the process groups of the generation before, and make the default group of generation ``number``.
+    """End the process groups of the previous generation, and make the default group of generation ``number``.
 
-    ``is_checked``: its ranks compare collectives before they begin them. Without ``has_group`` it is left to cells to
-    make groups, and nobody answers.
+    ``is_checked``: ranks compare collectives before they begin them. Without ``has_group`` making groups is left to
+    cells, and ranks do not answer.
     """
 
     ranks: list[int]
@@ -184,7 +183,7 @@ class NewGeneration(Message, number=11):
 
 @dataclass(frozen=True)
 class EndGeneration(Message, number=12):
-    """End the process groups of generation ``number``, whoever waits in them; answered by ``GenerationEnded``."""
+    """End the process groups of generation ``number``, even if ranks wait in them; answered by ``GenerationEnded``."""
 
     ranks: list[int]
     number: int
@@ -192,9 +191,9 @@ class EndGeneration(Message, number=12):
 
 @dataclass(frozen=True)
 class Replace(Message, number=13):
-    """Kill the interpreters of ranks and start fresh ones; those that were left down are started again.
+    """Kill the interpreters of ranks and start fresh ones; ranks that were not restarted are started again.
 
-    With ``cell`` only those that still run it.
+    With ``cell``, only ranks that still run it.
     """
 
     ranks: list[int]
@@ -203,7 +202,7 @@ class Replace(Message, number=13):
 
 @dataclass(frozen=True)
 class Renumber(Message, number=14):
-    """Ranks get other numbers, ``numbers[i]`` for ``ranks[i]``, in a smaller world; ``RequestDone`` comes with the new.
+    """Renumber ranks, ``numbers[i]`` for ``ranks[i]``, in a smaller world; ``RequestDone`` has the new number.
 
     All of them are idle, and their groups were ended.
     """
@@ -216,7 +215,7 @@ class Renumber(Message, number=14):
 
 @dataclass(frozen=True)
 class Locate(Message, number=15):
-    """Ask workers where their rank is; answered by ``Position``, with the stack only where ``stack`` says so."""
+    """Ask workers where their rank is; answered by ``Position``, which has the stack if ``stack`` is set."""
 
     ranks: list[int]
     request: int
@@ -235,7 +234,7 @@ class Broadcast(Message, number=16):
 
 @dataclass(frozen=True)
 class Pull(Message, number=17):
-    """Ask for the values of variables; answered by ``Value`` and its ``Piece`` s, or by ``RequestFailed``."""
+    """Request the values of variables; answered by ``Value`` and its ``Piece`` s, or by ``RequestFailed``."""
 
     ranks: list[int]
     request: int
@@ -254,7 +253,7 @@ class Push(Message, number=18):
 
 @dataclass(frozen=True)
 class Complete(Message, number=19):
-    """Ask for completions of ``code`` at ``position``; answered by ``Completions``."""
+    """Request completions of ``code`` at ``position``; answered by ``Completions``."""
 
     ranks: list[int]
     request: int
@@ -264,7 +263,7 @@ class Complete(Message, number=19):
 
 @dataclass(frozen=True)
 class Inspect(Message, number=20):
-    """Ask for the help text of ``name``; answered by ``Inspection``."""
+    """Request the help text of ``name``; answered by ``Inspection``."""
 
     ranks: list[int]
     request: int
@@ -274,7 +273,7 @@ class Inspect(Message, number=20):
 
 @dataclass(frozen=True)
 class Piece(Message, number=21):
-    """The next bytes of buffer ``buffer`` of a value; pieces come in order. Travels in both directions."""
+    """The next bytes of buffer ``buffer`` of a value, in order. Travels in both directions."""
 
     ranks: list[int]
     request: int
@@ -290,11 +289,11 @@ class Piece(Message, number=21):
 class Attached(Message, number=22):
     """Answer to ``Attach``: which incarnation of an agent this is, what it runs on, and what it remembers.
 
-    ``ranks`` is empty before the launch. Messages up to ``acknowledged`` were shown, up to ``sent`` perhaps, up to
-    ``last_number`` not by this notebook. How cells and ranks stand has come before, without a number: ``RanCell``,
-    ``Unfinished``, ``RankUp``, ``RankEnded``. Of the notebook's own messages, those up to ``received`` have arrived.
-    ``free_bytes``: of its memory; 0 where that is not known. ``info`` is that of ``Launch``, and what this agent can do
-    that not every one can: ``measures``, ``tells_variables``.
+    ``ranks`` is empty before the launch. Messages up to ``acknowledged`` were shown, those up to ``sent`` possibly,
+    those up to ``last_number`` not by this notebook. The state of cells and ranks was sent before, without a number:
+    ``RanCell``, ``Unfinished``, ``RankUp``, ``RankEnded``. Of the notebook's own messages, those up to ``received``
+    have arrived. ``free_bytes``: free memory; 0 if unknown. ``info`` is that of ``Launch``, plus optional abilities of
+    this agent: ``measures``, ``tells_variables``.
     """
 
     incarnation: str
@@ -316,14 +315,14 @@ class Attached(Message, number=22):
 
 @dataclass(frozen=True)
 class Received(Message, number=23):
-    """The notebook's messages up to ``number`` have arrived: they need not be sent again when the connection breaks."""
+    """The notebook's messages up to ``number`` have arrived, and need not be sent again after a broken connection."""
 
     number: int
 
 
 @dataclass(frozen=True)
 class StoreOpened(Message, number=24):
-    """The store will listen on ``port``; where that cannot be, ``port`` is 0 and ``error`` says why."""
+    """The store will listen on ``port``; if that failed, ``port`` is 0 and ``error`` the reason."""
 
     port: int
     error: str = ""
@@ -331,7 +330,7 @@ class StoreOpened(Message, number=24):
 
 @dataclass(frozen=True)
 class RanCell(Message, number=25):
-    """A cell that an earlier notebook has run on ``ranks``; ``running`` still do. ``has_failed``: on some rank."""
+    """A cell that an earlier notebook ran on ``ranks``; ``running`` still run it. ``has_failed``: on some rank."""
 
     ranks: list[int]
     cell: int
@@ -345,21 +344,24 @@ class RanCell(Message, number=25):
 
 @dataclass(frozen=True)
 class Refused(Message, number=26):
-    """The agent did not do what it was asked, and why. ``is_taken``: it goes on, for another notebook."""
+    """The agent refused a request, and why. ``is_taken``: its session now belongs to another notebook."""
 
     reason: str
     is_taken: bool = False
-    type: str = "Refused"  # a notebook of a protocol before 6 reads here what this is
+    type: str = "Refused"  # a notebook of a protocol before 6 reads the kind here
 
 
 @dataclass(frozen=True)
 class Kept(Message, number=27):
-    """The session has ended, and nothing of it is left but the agent, which waits for ``Begin``."""
+    """The session has ended; only its agent is left, and waits for ``Begin``."""
 
 
 @dataclass(frozen=True)
 class Begun(Message, number=28):
-    """The agent serves the session, or says why not: ``is_taken``, one of that name runs, else it is about to end."""
+    """The agent serves the session, or ``error`` is the reason why not.
+
+    ``is_taken``: a session of that name runs; otherwise the agent is about to exit.
+    """
 
     error: str = ""
     is_taken: bool = False
@@ -367,21 +369,21 @@ class Begun(Message, number=28):
 
 @dataclass(frozen=True)
 class Notice(Message, number=29):
-    """Something the user should know that belongs to no cell: output was lost, a disk is full."""
+    """Information for the user that belongs to no cell: output was lost, a disk is full."""
 
     text: str
 
 
 @dataclass(frozen=True)
 class StartedCold(Message, number=30):
-    """The warm process that was kept could not be used: ``reason`` says what has changed."""
+    """The kept warm process could not be used: ``reason`` names what has changed."""
 
     reason: str
 
 
 @dataclass(frozen=True)
 class LauncherEnded(Message, number=31):
-    """The launcher of this node, and so every rank, ended without being asked to, or could not be started."""
+    """The launcher of this node, and so every rank, exited without being asked to, or could not be started."""
 
     exit_code: int
     log_tail: str
@@ -392,7 +394,7 @@ class LauncherEnded(Message, number=31):
 
 @dataclass(frozen=True)
 class WorkerUp(Message, number=32):
-    """First message of a worker to its agent; stays on the node."""
+    """First message of a worker to its agent; not passed on to the notebook."""
 
     rank: int
     pid: int
@@ -400,7 +402,7 @@ class WorkerUp(Message, number=32):
 
 @dataclass(frozen=True)
 class RankUp(Message, number=33):
-    """The interpreter of a rank is ready for a generation; ``incarnation`` is 1 for the first."""
+    """The interpreter of a rank is ready for a generation; ``incarnation`` is 1 for the first interpreter."""
 
     rank: int
     incarnation: int
@@ -414,7 +416,7 @@ class RankUp(Message, number=33):
 
 @dataclass(frozen=True)
 class GenerationReady(Message, number=34):
-    """A rank has its default group of generation ``number``, or could not make it and says why."""
+    """A rank has its default group of generation ``number``, or could not make it because of ``error``."""
 
     rank: int
     number: int
@@ -436,7 +438,7 @@ class GenerationEnded(Message, number=35):
 
 @dataclass(frozen=True)
 class Collectives(Message, number=36):
-    """What a rank's process says of itself; from the interpreter to its worker. See node/cell/recorder.py."""
+    """The report of an interpreter on itself to its worker. See node/cell/recorder.py."""
 
     rank: int
     request: int
@@ -466,7 +468,7 @@ class Display(Message, number=38):
 
 @dataclass(frozen=True)
 class ClearOutput(Message, number=39):
-    """The cell asked for its earlier output on this rank to go away."""
+    """The cell asked to clear its earlier output on this rank."""
 
     rank: int
     cell: int
@@ -475,9 +477,9 @@ class ClearOutput(Message, number=39):
 
 @dataclass(frozen=True)
 class CellDone(Message, number=40):
-    """A cell ended well; the body is the rich form of its last expression's value, or empty.
+    """A cell ended without error; the body is the rich form of its last expression's value, or empty.
 
-    ``is_collective``: it began something with other ranks. ``overwritten``: of the variables that the rank began with.
+    ``is_collective``: it began an operation with other ranks. ``overwritten``: predefined variables that it replaced.
     """
 
     rank: int
@@ -493,7 +495,7 @@ class CellDone(Message, number=40):
 class CellFailed(Message, number=41):
     """A cell raised; ``traceback`` has the user's lines. ``is_collective``, ``overwritten``: see ``CellDone``.
 
-    ``is_ending``: the process of the rank ends because of it.
+    ``is_ending``: the process of the rank exits because of it.
     """
 
     rank: int
@@ -520,18 +522,18 @@ class Value(Message, number=42):
 
     @cached_property
     def description(self) -> Json:
-        """Parsed when somebody wants the value: it may be large. Raises: WireError."""
+        """The parsed description, on first use: it may be large. Raises: WireError."""
         if len(self.body) > MAX_DESCRIPTION_BYTES:
-            raise WireError(f"a value is described in {len(self.body)} bytes, more than any has")
+            raise WireError(f"a value is described in {len(self.body):,} bytes, more than {MAX_DESCRIPTION_BYTES:,}")
         if count_values(self.body, most=MAX_DESCRIPTION_VALUES) > MAX_DESCRIPTION_VALUES:
-            raise WireError(f"a value is described in more than {MAX_DESCRIPTION_VALUES} values")
+            raise WireError(f"a value is described in more than {MAX_DESCRIPTION_VALUES:,} values")
         with without_collections():
             return parse_json(self.body)
 
 
 @dataclass(frozen=True)
 class RequestDone(Message, number=43):
-    """What was asked for is done. ``orphans``: optimizers of parameters that no model has there, after a broadcast."""
+    """A request is done. ``orphans``: optimizers whose parameters belong to no model there, after a broadcast."""
 
     rank: int
     request: int
@@ -559,7 +561,7 @@ class Completions(Message, number=45):
 
 @dataclass(frozen=True)
 class Inspection(Message, number=46):
-    """The help text of a name; empty where there is none."""
+    """The help text of a name; empty if there is none."""
 
     rank: int
     request: int
@@ -570,10 +572,10 @@ class Inspection(Message, number=46):
 class Position(Message, number=47):
     """Where a rank is: its state (starting, idle, running, down), the cell and the line it is at, its memory.
 
-    ``seconds``: since it came into that state. ``cpu_s``: processor time of its main thread so far, on the clock
-    ``clock_s``. ``stack``: frames, innermost first, down to the cell's own. ``call``: the source of what the innermost
-    calls; ``asleep_in``: the function of the kernel that the main thread sleeps in; empty where not known.
-    ``collectives``: what the interpreter said ``age_s`` ago (-1: nothing yet). See node/cell/recorder.py.
+    ``seconds``: since it entered that state. ``cpu_s``: processor time of its main thread so far, on the clock
+    ``clock_s``. ``stack``: frames, innermost first, down to the cell's own. ``call``: the source of the innermost
+    frame's call; ``asleep_in``: the kernel function in which the main thread sleeps; empty if unknown. ``collectives``:
+    the interpreter's report ``age_s`` ago (-1: none yet). See node/cell/recorder.py.
     """
 
     rank: int
@@ -596,10 +598,10 @@ class Position(Message, number=47):
 
 @dataclass(frozen=True)
 class RankEnded(Message, number=48):
-    """The interpreter of a rank ended: by ``signal`` or, where that is 0, with ``exit_code``.
+    """The interpreter of a rank ended: by ``signal`` or, if that is 0, with ``exit_code``.
 
-    ``reason`` is what else is known of it (out of memory). ``asked``: it was to be replaced. ``down`` says why no fresh
-    one is started; empty when one is.
+    ``reason``: what else is known (out of memory). ``asked``: it was to be replaced. ``down``: why no fresh one is
+    started; empty if one is.
     """
 
     rank: int
@@ -613,14 +615,14 @@ class RankEnded(Message, number=48):
     down: str
 
 
-# ---- live views: only an agent that has said in ``Attached.info`` that it ``measures`` is asked
+# ---- live views: sent only to agents with ``measures`` in ``Attached.info``
 
 
 @dataclass(frozen=True)
 class Measure(Message, number=49):
-    """From the notebook: say every ``every_s``, for ``for_s`` from now on, what the ranks of this node use; 0 ends it.
+    """From the notebook: report the resource use of this node's ranks every ``every_s``, for ``for_s`` from now on.
 
-    Answered by ``Measured``, again and again.
+    With ``for_s`` 0, stop. Answered by ``Measured``, repeatedly.
     """
 
     every_s: float
@@ -632,10 +634,9 @@ class Measured(Message, number=50):
     """From an agent: what its ranks use. It is not kept: a notebook that is slow misses some.
 
     The first lists have an entry for each of ``ranks``, those of ``gpu_...`` one for each GPU of the node; ``gpus``
-    says which of these a rank has. What is not known is -1. ``cpu_percent`` is of one processor, and of the rank's
-    process alone; ``node_cpu_percent`` of all processors. ``steps_per_s`` is that of the cell in ``cells``, which the
-    rank runs (-1: none); see node/agent/step_rates.py.
-    An agent says no more than ``MOST_...``: who says more is not believed, and loses its session.
+    maps ranks to these. Unknown values are -1. ``cpu_percent`` is of one processor, and of the rank's process alone;
+    ``node_cpu_percent`` is of all processors. ``steps_per_s`` is that of the cell in ``cells``, which the rank runs
+    (-1: none); see node/agent/step_rates.py. Values above ``MOST_...`` are not believed, and end the session.
     """
 
     MOST_PERCENT: ClassVar[float] = 100.0 * (1 << 16)  # of a processor, by the threads of one process
@@ -656,14 +657,14 @@ class Measured(Message, number=50):
     memory_total_bytes: int
 
 
-# ---- what variables ranks have
+# ---- the variables of ranks
 
 
 @dataclass(frozen=True)
 class AskVariables(Message, number=51):
-    """Ask what variables ranks have, of an agent that ``tells_variables``.
+    """Ask which variables ranks have, of an agent that ``tells_variables``.
 
-    Answered as ``Pull`` is, with one value of the name ``ANSWER``. ``wanted``: see node/cell/variables.py.
+    Answered like ``Pull``, with one value named ``ANSWER``. ``wanted``: see node/cell/variables.py.
     """
 
     ANSWER: ClassVar[str] = "variables"
@@ -674,10 +675,10 @@ class AskVariables(Message, number=51):
     wanted: Json
 
 
-# ---- what a frame says of one
+# ---- the prefix of a frame
 
 
-# Who says what; a worker passes on what its interpreter says.
+# Who sends what; a worker passes on what its interpreter sends.
 FROM_NOTEBOOK = frozenset(kind for number, kind in KINDS.items() if number <= NUMBERS[Piece]) | {Measure, AskVariables}
 FROM_INTERPRETER = frozenset(
     kind for number, kind in KINDS.items() if NUMBERS[WorkerUp] < number <= NUMBERS[RankEnded]
@@ -687,38 +688,38 @@ FROM_NODE = frozenset(NUMBERS) - FROM_NOTEBOOK - {WorkerUp, Collectives} | {Piec
 
 
 def find_kind(number: int, kinds: Collection[type[Message]]) -> type[Message]:
-    """Raises: WireError when no message has that number, or none that comes from there."""
+    """Return the message of that number. Raises: WireError when there is none, or the sender may not send it."""
     if (kind := KINDS.get(number)) is not None:
         check_sender(kind, kinds)
         return kind
     if number == 0:
         raise OtherProtocol(
-            f"one side speaks protocol {PROTOCOL}, the other one before 6: install one version of detrain_nb on both"
+            f"one side uses protocol {PROTOCOL}, the other one before 6: install one version of detrain_nb on both"
         )
-    raise WireError(f"a frame is of kind {number}, which no message has")
+    raise WireError(f"a frame has the unknown kind {number}")
 
 
 def check_sender(kind: type[Message], kinds: Collection[type[Message]]) -> None:
-    """Raises: WireError for what is none of the ``kinds`` that come from there."""
+    """Check that ``kind`` is one of the ``kinds`` that the sender may send. Raises: WireError."""
     if kind not in kinds:
-        raise WireError(f"{kind.__name__} is not said by that side")
+        raise WireError(f"{kind.__name__} may not be sent by that side")
 
 
 def check_sizes(kind: type[Message], header_bytes: int, body_bytes: int) -> None:
-    """Raises: WireError when no message of that kind is as large."""
+    """Check the sizes in a prefix against the largest for that kind. Raises: WireError."""
     if header_bytes > _MOST_HEADER_BYTES.get(kind, header_bytes):
-        raise WireError(f"{kind.__name__} has a header of {header_bytes:,} bytes, more than any has")
+        raise WireError(f"{kind.__name__} has {header_bytes:,} bytes of header, more than {_MOST_HEADER_BYTES[kind]:,}")
     if body_bytes and kind not in _BEHIND_HEADER:
-        raise WireError(f"{kind.__name__} has a body")
+        raise WireError(f"{kind.__name__} has an unexpected body")
     if body_bytes > _MOST_BYTES_BEHIND.get(kind, body_bytes):
-        raise WireError(f"{kind.__name__} has {body_bytes:,} bytes, at most {_MOST_BYTES_BEHIND[kind]:,} are sent")
+        raise WireError(f"{kind.__name__} has {body_bytes:,} bytes, more than {_MOST_BYTES_BEHIND[kind]:,}")
 
 
 # ---- their fields
 
 
 def lay_out(message: Message) -> tuple[dict[str, Json], bytes]:
-    """What of a message stands in the header, and what behind it."""
+    """Split a message into its header and the raw bytes after it."""
     kind = type(message)
     header = {name: getattr(message, name) for name in _HEADER_FIELDS[kind]}
     behind = _BEHIND_HEADER.get(kind)
@@ -727,7 +728,7 @@ def lay_out(message: Message) -> tuple[dict[str, Json], bytes]:
 
 
 def make_message(kind: type[Message], values: dict[str, Json], body: bytes) -> Message:
-    """The opposite. ``values`` is used up. Raises: WireError where a field is missing, unknown or not of its type."""
+    """Do the reverse, using up ``values``. Raises: WireError when a field is missing, unknown or of the wrong type."""
     unknown = values.keys() - _HEADER_FIELDS[kind]
     if unknown:
         raise WireError(f"{kind.__name__} has no field {min(unknown)[:40]!r}")
@@ -736,9 +737,9 @@ def make_message(kind: type[Message], values: dict[str, Json], body: bytes) -> M
     for name, (fits, required) in _CHECKED_FIELDS[kind].items():
         if name not in values:
             if required:
-                raise WireError(f"{kind.__name__} lacks {name}")
+                raise WireError(f"{kind.__name__} lacks the field {name}")
         elif not fits(values[name]):
-            raise WireError(f"{kind.__name__}.{name} is a {type(values[name]).__name__}")
+            raise WireError(f"{kind.__name__}.{name} has an invalid value (type {type(values[name]).__name__})")
     return kind(**values)
 
 
@@ -747,7 +748,7 @@ def _is_int(value: object) -> bool:
 
 
 def _is_float(value: object) -> bool:
-    return math.isfinite(value) if type(value) is float else _is_int(value)  # no int without end
+    return math.isfinite(value) if type(value) is float else _is_int(value)  # no int of any size
 
 
 def _is_list_of(fits: Callable[[object], bool]) -> Callable[[object], bool]:
@@ -782,14 +783,14 @@ _CHECKED_FIELDS = {
     for kind in NUMBERS
 }
 _BEHIND_HEADER = {kind: f.name for kind in NUMBERS for f in fields(kind) if f.type in ("bytes", "LongText")}  # type: ignore[arg-type]
-# No rank sends more, and to read or to clean more takes time and memory.
+# No rank sends more, and parsing or cleaning more takes time and memory.
 _MOST_BYTES_BEHIND: dict[type[Message], int] = {
     Inspection: 1 << 20,  # 200,000 characters of help
-    RanCell: MAX_ORDER_HEADER_BYTES,  # the code was in one
+    RanCell: MAX_ORDER_HEADER_BYTES,  # it contains code, which came in one
     Display: MAX_BUNDLE_BYTES,
     CellDone: MAX_BUNDLE_BYTES,
 }
-_MOST_HEADER_BYTES: dict[type[Message], int] = {Position: 1 << 19, Measured: 1 << 19}  # said again each second
+_MOST_HEADER_BYTES: dict[type[Message], int] = {Position: 1 << 19, Measured: 1 << 19}  # sent every second
 _HEADER_FIELDS = {
     kind: dict.fromkeys(name for name in checks if name != _BEHIND_HEADER.get(kind)).keys()
     for kind, checks in _CHECKED_FIELDS.items()
