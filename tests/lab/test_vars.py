@@ -83,7 +83,7 @@ def test_variables_are_filtered_sorted_and_looked_into(
     expect(view.get_by_role("button", name="Copy %pull")).to_be_visible()
     nb.page.keyboard.press("Escape")
     view.get_by_role("button", name="tokenizer: preview", exact=True).click()
-    expect(view.get_by_role("tabpanel")).to_contain_text("its class decides")
+    expect(view.get_by_role("tabpanel")).to_contain_text("it would run code of the class")
     expect(view.get_by_role("button", name="Copy %pull")).to_have_count(0)
     view.get_by_label("Filter names and types").fill("name_49")
     expect(view.get_by_text("10 of 511 shown")).to_be_visible()

@@ -156,7 +156,7 @@ def test_bars_of_notebooks_are_text_on_a_rank(kernel: Any) -> None:
 def test_widgets_of_a_rank_say_once_that_they_are_not_carried(kernel: Any) -> None:
     code = "%%distributed\nimport ipywidgets\nfor _ in range(3): display(ipywidgets.IntSlider())\nipywidgets.Label('x')"
     outcome = kernel.run(code)
-    line = "[0-1] widgets of ranks are not carried to the notebook: make them in a cell without %%distributed\n"
+    line = "[0-1] widgets on ranks cannot reach the notebook: create them in a cell without %%distributed\n"
     assert outcome.text("stderr") == line
     assert outcome.rich() == [*["[0-1] IntSlider(value=0)"] * 3, "[0-1] Label(value='x')"]
 

@@ -326,7 +326,7 @@ def test_name_that_no_cell_can_use_is_not_pushed(session: Session, name: str) ->
         session.push({"fine": 1, name: 1})
     with pytest.raises(SessionError, match="there is no variable 'fine'"):
         session.pull("fine")
-    with pytest.raises(SessionError, match="what is asked for is a name"):
+    with pytest.raises(SessionError, match="give a variable name"):
         session.pull("rank + 1")
 
 
@@ -452,7 +452,7 @@ def test_recursion_without_end_is_shown_by_its_ends(session: Session) -> None:
 
 def test_error_without_a_text_leaves_the_rank_alive(session: Session) -> None:
     code = "class Mute(Exception):\n    def __str__(self): return 1 / 0\nraise Mute"
-    with pytest.raises(RankError, match="Mute: <its text cannot be made: ZeroDivisionError>"):
+    with pytest.raises(RankError, match="Mute: <no text: ZeroDivisionError in __str__>"):
         session.run_cell(code, ranks=0)
     assert session.run_cell("rank").values == {0: 0, 1: 1}
 

@@ -275,12 +275,12 @@ def test_preview_is_a_corner_with_statistics_and_no_more(defined: Session) -> No
         ("__import__('numpy').ones((4, 6, 3), dtype='u1')[..., ::-1]", (5, 4), "", "first 5 x 3 of 4 x 6 x 3"),
         ("__import__('numpy').zeros(3, dtype='u1, f4')['f1']", (1, 4), "", "all of 3"),
         ("torch.nn.Sequential(torch.nn.Linear(2, 3))", (1, 3), "", "1 module"),
-        ("torch.eye(3).to_sparse()", (0, 0), "", "a tensor without numbers, or that is not dense, has no preview"),
+        ("torch.eye(3).to_sparse()", (0, 0), "", "a tensor without data, or one that is not dense, has no preview"),
         (
             "(shrunk := torch.ones(1 << 22), shrunk.untyped_storage().resize_(16))[0]",
             (0, 0),
             "",
-            "a tensor without numbers, or that is not dense, has no preview",
+            "a tensor without data, or one that is not dense, has no preview",
         ),
         ("3", (0, 0), "3", ""),
     ],
@@ -330,7 +330,7 @@ client = Client()
 def test_array_with_a_mask_is_not_compared(session: Session) -> None:
     session.run_cell("import numpy; masked = numpy.ma.array([1, 2], mask=[rank, 1 - rank])")
     row = session.variables("masked")["masked"]
-    assert (row.words, row.on[0].why) == ("not compared", "MaskedArray is a class of its own")
+    assert (row.words, row.on[0].why) == ("not compared", "MaskedArray is a custom class")
     assert (session.preview("masked").rows, session.preview("masked").note[:16]) == ((), "what MaskedArray")
 
 
@@ -345,7 +345,7 @@ def test_nothing_of_the_users_classes_is_run(session: Session) -> None:
     assert {found[name].words for name in ("evil", "dispatched", "text", "keys", "inside", "Evil")} == {"not compared"}
     assert found["inside"].value == "{'a': [Evil, Text], 'b': (Keys)}"
     assert found["named"].value == "evil=Evil, text=Text"
-    assert found["evil"].on[0].why == "Evil is a class of its own"
+    assert found["evil"].on[0].why == "Evil is a custom class"
     for name in names:
         assert session.preview(name, 0).name == name
     assert session.pull("seen", ranks=0)[0] == [], "code of the user's ran"
@@ -443,7 +443,7 @@ def test_dtypes_that_torch_can_hardly_use_are_shown_as_their_memory(session: Ses
         assert found[f"odd_{name}"].words == "same on 2"
         seen = session.preview(f"odd_{name}")
         assert seen.rows == (("0", "3", "250"),)
-        assert seen.note == f"all of 2, its memory, as torch does not read {name}"
+        assert seen.note == f"all of 2, raw memory, as torch cannot read {name}"
 
 
 def test_names_that_are_none_are_only_counted(session: Session) -> None:

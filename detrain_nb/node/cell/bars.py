@@ -1,4 +1,4 @@
-"""tqdm's bars for notebooks as text: they would be widgets, and a rank has no front end that shows them."""
+"""tqdm's notebook bars as text: they would be widgets, and a rank has no front end to show them."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ _MODULE = "tqdm.notebook"
 
 
 def use_text_bars() -> None:
-    """From now on ``tqdm.notebook`` has bars of text."""
+    """Give ``tqdm.notebook`` text bars from now on."""
     sys.modules.pop(_MODULE, None)
     sys.meta_path.insert(0, _TextBars())
 
 
 class _TextBars(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finds that one module, whatever stands in its file."""
+    """A finder and loader of that one module, whatever its file contains."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: types.ModuleType | None = None
@@ -31,7 +31,7 @@ class _TextBars(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         from tqdm import std
 
         class tqdm_notebook(std.tqdm):  # type: ignore[misc]  # it has no types
-            """A bar of text; what is asked of a widget is left out."""
+            """A text bar; arguments for the widget are ignored."""
 
             def __init__(self, *args: object, display: bool = True, **kwargs: object) -> None:
                 super().__init__(*args, **kwargs)

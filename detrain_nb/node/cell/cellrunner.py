@@ -1,4 +1,4 @@
-"""IPython as it runs cells on a rank: what is shown, a cell's value and its error go to callbacks, nothing is kept.
+"""IPython as it runs cells on a rank: output, values and errors of a cell go to callbacks, nothing is kept.
 
 No history, no cache of outputs: a tensor that a cell showed is freed when the next one has run.
 """
@@ -34,15 +34,15 @@ from .unattended import Exit
 
 Bundle = dict[str, Any]
 _NEVER_AUTOMAGIC = (ast.Pass, ast.For, ast.While, ast.With, ast.If, ast.FunctionDef, ast.ClassDef, ast.Import, ast.Try)
-_EXIT_ADVICE = "To exit: use 'exit'"  # IPython's, for a person at a terminal
+_EXIT_ADVICE = "To exit: use 'exit'"  # IPython's, for a user at a terminal
 _WIDGET = "application/vnd.jupyter.widget-view+json"
-_NO_WIDGETS = "widgets of ranks are not carried to the notebook: make them in a cell without %%distributed"
+_NO_WIDGETS = "widgets on ranks cannot reach the notebook: create them in a cell without %%distributed"
 
 
 class _CellCompiler(CachingCompiler):
-    """Names the code of cell 3 ``<cell 3>``, in tracebacks, in faulthandler's dumps and for inspect.getsource."""
+    """A compiler that names the code of cell 3 ``<cell 3>``: in tracebacks, faulthandler dumps, inspect.getsource."""
 
-    lines_before = 0  # lines of the notebook's cell that stand before the code
+    lines_before = 0  # lines of the notebook's cell before the code
 
     def get_code_name(self, raw_code: str, transformed_code: str, number: int) -> str:
         return f"<cell {number}>"
@@ -87,7 +87,7 @@ class _CellDisplayPublisher(DisplayPublisher):
 
 
 class CellRunner(InteractiveShell):
-    """One per rank. ``run`` a cell; ``user_ns`` is the namespace of ``__main__``."""
+    """The runner of a rank: ``run`` runs a cell; ``user_ns`` is the namespace of ``__main__``."""
 
     compiler_class = Type(_CellCompiler)
     displayhook_class = Type(_CellDisplayHook)
@@ -102,7 +102,7 @@ class CellRunner(InteractiveShell):
 
     @classmethod
     def create(cls, show: Callable[[Bundle, str, bool], None], clear: Callable[[bool], None]) -> CellRunner:
-        """Make the only one of this process; ``__main__`` becomes the module of the cells.
+        """Create the only runner of this process; ``__main__`` becomes the module of the cells.
 
         Rich outputs go to ``show(bundle, display_id, is_update)`` and ``clear(wait)``.
         """
@@ -112,9 +112,9 @@ class CellRunner(InteractiveShell):
         config.HistoryManager.enabled = False
         config.InteractiveShell.cache_size = 0
         config.InteractiveShell.enable_tip = False
-        config.Completer.use_jedi = False  # its first answer takes seconds; the objects themselves are here to ask
+        config.Completer.use_jedi = False  # its first answer takes seconds; the live objects can be inspected instead
         config.InteractiveShell.loop_runner = _run_in_loop
-        users_umask = os.umask(0o077)  # IPython makes a folder in the home: what is in there is executed
+        users_umask = os.umask(0o077)  # IPython creates a folder in the home whose files are executed
         try:
             runner: CellRunner = cls.instance(config=config, user_module=main)
         finally:
@@ -122,18 +122,18 @@ class CellRunner(InteractiveShell):
         runner.show_bundle, runner.clear_shown = show, clear
         runner.cell_value = {}
         runner._usual_cleanups = len(runner.input_transformers_cleanup)
-        for prompt in ("ps1", "ps2", "ps3"):  # of somebody who answers: Lightning does not train with DDP then
+        for prompt in ("ps1", "ps2", "ps3"):  # they mean an interactive user: Lightning would not train with DDP
             sys.__dict__.pop(prompt, None)
         warnings.filterwarnings("ignore", _EXIT_ADVICE)
         for trap in (runner.builtin_trap, runner.display_trap):
-            trap.__enter__()  # set once: nobody else uses this process, and each cell would set and unset them
+            trap.__enter__()  # entered once: nothing else uses this process, and each cell would enter and exit them
         return runner
 
     def run(self, code: str, cell: int, *, first_line: int = 1) -> tuple[Bundle, BaseException | None]:
         """Run ``code`` in the calling thread; lines are counted from ``first_line``.
 
         Returns the rich form of its last expression's value, and the exception that ended it, if any.
-        Raises: KeyboardInterrupt that came when the code had ended; what the code had raised is its context then.
+        Raises: KeyboardInterrupt when one arrived after the code had ended; its context is what the code had raised.
         """
         self.display_trap.set()  # a cell may have set sys.displayhook: IPython sets it for each cell
         self.execution_count = cell
@@ -151,7 +151,7 @@ class CellRunner(InteractiveShell):
                 self._show_unreported()
             value, self.cell_value = self.cell_value, {}
             self._let_go_of_all_but(error)
-        except KeyboardInterrupt as interrupt:  # it came in what IPython does after the code, or above
+        except KeyboardInterrupt as interrupt:  # it arrived while IPython worked after the code, or above
             self._say_what_came_before(interrupt)
             self._let_go_of_all_but(interrupt)
             self._unreported = []
@@ -160,18 +160,18 @@ class CellRunner(InteractiveShell):
         return {} if error else value, error
 
     def say_if_widget(self, bundle: Bundle) -> None:
-        """What a rank shows as a widget would never change: say so once in a cell."""
+        """Print a notice, once per cell, when a rank shows a widget: it would never change."""
         if _WIDGET in bundle and not self._has_said_widget:
             self._has_said_widget = True
             sys.stderr.write(f"{_NO_WIDGETS}\n")
 
     def _show_unreported(self) -> None:
-        """%run and the like show an error and go on. Not in ``run``, whose frame would hold the error: a ring."""
+        """Print errors after which %run and the like went on. Not in ``run``, whose frame would hold them in a ring."""
         for earlier in self._unreported:
             sys.stderr.write(describe_error(earlier))
 
     def _let_go_of_all_but(self, error: BaseException | None) -> None:
-        """Of errors after which IPython went on, and of the one that it keeps: after an interrupt it may be another."""
+        """Drop errors after which IPython went on, and the one that it keeps, which differs after an interrupt."""
         for earlier in self._unreported:
             if earlier is not error:
                 break_rings(earlier)
@@ -179,14 +179,14 @@ class CellRunner(InteractiveShell):
             _forget_error(self.last_execution_result)
 
     def _say_what_came_before(self, interrupt: KeyboardInterrupt) -> None:
-        """Let what the code raised before an interrupt came be its context; Python knows only what was handled then."""
+        """Make an error raised before an interrupt its context; Python links only errors being handled."""
         before = [error for error in self._unreported if error is not interrupt]
         raised = [error for error in before if not isinstance(error, KeyboardInterrupt)]
         if before and not any(error in before for error in chain_of(interrupt)):
             interrupt.__context__ = raised[-1] if raised else before[0]
 
     def complete_code(self, code: str, position: int) -> tuple[list[str], list[str], int, int]:
-        """Completions at ``position`` (characters), their types, and the span of the text they replace."""
+        """Return completions at ``position`` (characters), their types, and the span of the text they replace."""
         with provisionalcompleter():
             found = list(rectify_completions(code, self.Completer.completions(code, position)))
         if not found:
@@ -194,19 +194,19 @@ class CellRunner(InteractiveShell):
         return [c.text for c in found], [c.type or "" for c in found], found[0].start, found[0].end
 
     def inspect_name(self, name: str, detail: int) -> str:
-        """What ``name?`` shows; empty when there is no such name."""
+        """Return what ``name?`` shows; empty if there is no such name."""
         try:
             bundle = self.object_inspect_mime(name, detail_level=detail)
         except KeyError:
             return ""
         return str(bundle.get("text/plain", ""))
 
-    # ---- what IPython would do for a person at a terminal
+    # ---- what IPython would do for a user at a terminal
 
     def transform_cell(self, raw_cell: str) -> str:
-        """Leave plain Python as it is: IPython's transformations would find nothing to do, and take their time.
+        """Leave plain Python unchanged: IPython's transformations would find nothing to do, and take time.
 
-        A single expression may be an automagic (``pwd``), and whoever has added transformations wants them applied.
+        A single expression may be an automagic (``pwd``), and added transformations must be applied.
         """
         if self.input_transformers_post or len(self.input_transformers_cleanup) != self._usual_cleanups:
             return str(super().transform_cell(raw_cell))
@@ -219,14 +219,14 @@ class CellRunner(InteractiveShell):
         return raw_cell if raw_cell.endswith("\n") else raw_cell + "\n"
 
     def transform_ast(self, node: ast.Module) -> ast.Module:
-        """Let lines count as they do in the notebook's cell."""
+        """Count lines as in the notebook's cell."""
         node = super().transform_ast(node)
         if self.compile.lines_before:
             ast.increment_lineno(node, self.compile.lines_before)
         return node
 
     def should_run_async(self, raw_cell: str, **kwargs: Any) -> bool:
-        """Compile a cell to find out only where it could be so."""
+        """Test-compile a cell only if it could be async."""
         has_word = "await" in raw_cell or "async" in raw_cell
         return has_word and bool(super().should_run_async(raw_cell, **kwargs))
 
@@ -236,7 +236,7 @@ class CellRunner(InteractiveShell):
         yield
 
     def showtraceback(self, *args: object, **kwargs: object) -> None:
-        """Keep the error; ``run`` returns it, or writes it where IPython goes on after it."""
+        """Keep the error; ``run`` returns it, or prints it if IPython goes on after it."""
         error = sys.exc_info()[1]
         if error is not None:
             self._unreported.append(error)
@@ -244,9 +244,10 @@ class CellRunner(InteractiveShell):
     showsyntaxerror = showindentationerror = showtraceback
 
     def system(self, cmd: str) -> None:
-        """Run ``!cmd``; its output goes where the rank's own goes. It stays in the rank's process group.
+        """Run ``!cmd`` in the rank's process group; its output goes where the rank's own goes.
 
-        When the cell is stopped, all that the command has started is stopped too: a shell alone would leave it running.
+        When the cell is stopped, all processes of the command are stopped too: killing the shell alone would leave
+        them.
         """
         sys.stdout.flush()
         command = self.var_expand(cmd, depth=1)
@@ -260,7 +261,7 @@ class CellRunner(InteractiveShell):
     system_piped = system_raw = system
 
     def enable_gui(self, gui: str | None = None) -> None:
-        """``%matplotlib inline`` asks for it; a rank has no window."""
+        """Do nothing: ``%matplotlib inline`` calls it, and a rank has no window."""
 
     @default("exiter")
     def _make_exiter(self) -> Exit:
@@ -268,19 +269,19 @@ class CellRunner(InteractiveShell):
 
 
 def _forget_error(result: ExecutionResult) -> None:
-    """Else it keeps all that the functions held."""
+    """Drop the error of a result, with all objects that its frames hold."""
     result.error_before_exec = result.error_in_exec = None
 
 
 def _run_in_loop(coroutine: Coroutine[Any, Any, ExecutionResult]) -> ExecutionResult:
-    """Run a cell that awaits; when it is interrupted, cancel it: else the next one that awaits would go on with it."""
+    """Run a cell that awaits; on an interrupt, cancel it, else the next cell that awaits would resume it."""
     loop = get_asyncio_loop()
     cell = loop.create_task(coroutine)
     interrupt: BaseException | None = None
     while not cell.done():
         try:
             loop.run_until_complete(cell)
-        except (KeyboardInterrupt, SystemExit) as exc:  # it came while all waited, or one of the user's tasks raised it
+        except (KeyboardInterrupt, SystemExit) as exc:  # it arrived while all waited, or a task of the user raised it
             interrupt = exc
             cell.cancel()
     if interrupt is not None:
@@ -290,9 +291,9 @@ def _run_in_loop(coroutine: Coroutine[Any, Any, ExecutionResult]) -> ExecutionRe
 
 
 def sendable_bundle(data: Bundle, metadata: Bundle | None = None) -> Bundle:
-    """A mime bundle as JSON: images as base64 text, nothing that JSON does not have, nothing beyond bounds.
+    """Convert a mime bundle to JSON of bounded size: images as base64 text, invalid values dropped.
 
-    Of ``metadata`` the sizes in which images are to be shown go with it.
+    The display sizes of images are taken from ``metadata``.
     """
     bundle: Bundle = {}
     sizes = {mime: size for mime, size in (metadata or {}).items() if mime in data and isinstance(size, dict)}
@@ -310,7 +311,7 @@ def sendable_bundle(data: Bundle, metadata: Bundle | None = None) -> Bundle:
         del bundle[largest]
         bundle["text/plain"] = f"<{largest} of {lengths.pop(largest) >> 20} MB is not shown>"
         lengths["text/plain"] = len(json_body({"text/plain": bundle["text/plain"]}))
-    num_values = 4 * (len(bundle) + 1)  # more than the bundle itself has
+    num_values = 4 * (len(bundle) + 1)  # an upper bound for the bundle itself
     for mime, value in list(bundle.items()):
         more = 0 if isinstance(value, str) else count_values(json_body(value))
         if num_values + more > MAX_BUNDLE_VALUES:

@@ -1,6 +1,6 @@
-"""What is said of a variable in a table: its type, shape, a short text, its size, its checksum.
+"""The row of a variable in a table: its type, shape, a short text, its size, its checksum.
 
-It is plain JSON, bounded, and made without running anything of the value's class.
+It is plain JSON, bounded, and built without running any code of the value's class.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ from .untouched import (
 )
 
 _TEXT_CHARS = 60
-_FIRST = 3  # of a list, in its short text
-_MOST_BITS = 200  # of a whole number that is written out
+_FIRST = 3  # items of a list, in its short text
+_MOST_BITS = 200  # of an int that is written out
 _MOST_DIMS = 32
 _COUNTED = (list, tuple, dict, set, frozenset, deque, OrderedDict, defaultdict, str, bytes, bytearray)
 _PATHS = (pathlib.PosixPath, pathlib.PurePosixPath)
@@ -51,13 +51,13 @@ Row = dict[str, Any]
 
 
 def describe(value: object, *, deadline: float) -> Row:
-    """Everything about one variable; the checksum is ready at ``deadline`` or soon after, or missing."""
+    """Describe one variable; the checksum is ready at ``deadline`` or soon after, or missing."""
     kind = type(value)
     row: Row = {"type": name_of(kind), "value": "", "shape": None, "dtype": "", "device": "", "bytes": None}
     try:
         with plain_torch():
             row.update(_facts(value))
-    except Exception:  # noqa: BLE001  a tensor without shape or memory, another thread changes it: its type is known
+    except Exception:  # noqa: BLE001  a tensor without shape or memory, a race with another thread: show the type alone
         row["value"] = ""
     digest = digest_of(value, deadline=deadline)
     row.update(digest=digest.text, is_sample=digest.is_sample, why=digest.why)
@@ -98,12 +98,12 @@ def _facts(value: Any) -> Row:
 
 
 def label_text(label: object) -> str:
-    """The name of a column, in few characters."""
+    """Return the name of a column, shortened."""
     return _cut(label, 20) if type(label) is str else short_text(label, most=20, depth=1)
 
 
 def object_text(value: Any, *, most: int = _FIRST) -> str:
-    """Mesh, schedule of a learning rate, or what was set in any other object: no texts, which may be secrets."""
+    """Describe a mesh, a learning rate schedule, or the attributes of any other object; no texts: maybe secrets."""
     if type(value) is loaded("torch.distributed.device_mesh", "DeviceMesh"):
         sizes = [str(size) for size in value.shape]
         names = value.mesh_dim_names or ()
@@ -141,12 +141,12 @@ def _of_tensor(value: Any) -> Row:
 
 
 def _only_number(tensor: torch.Tensor) -> str:
-    """That of a tensor without dimensions, as of a loss; on a GPU it would be waited for."""
+    """Return the value of a CPU tensor without dimensions, such as a loss: reading from a GPU would wait."""
     if tensor.dim() or not tensor.is_cpu or not is_dense(tensor) or not has_data(tensor):
         return ""
     try:
         number = tensor.item()
-    except (RuntimeError, NotImplementedError):  # of a dtype that Python has no number for
+    except (RuntimeError, NotImplementedError):  # a dtype without a Python equivalent
         return ""
     return f"{number:.6g}" if isinstance(number, float) else str(number)
 
@@ -158,13 +158,13 @@ def _size_of(tensor: torch.Tensor) -> int:
 
 
 def _size_of_view(shape: Sequence[int], steps: Sequence[int], item_bytes: int) -> int:
-    """The bytes of what it shows; a number that it shows many times, as ``expand`` and ``unfold`` make it, counts once.
+    """Return the bytes that a view covers; an element shown many times, as by ``expand`` or ``unfold``, counts once.
 
-    Where axes overlap with gaps in between, it may be a little more.
+    If axes overlap with gaps in between, the result may be slightly too large.
     """
     if not math.prod(shape):
         return 0
-    axes: dict[int, int] = {}  # size by step: no number comes twice on two of them, as far as steps are multiples
+    axes: dict[int, int] = {}  # size by step: no element is on two of them, as far as steps are multiples
     for step, size in sorted((abs(step), size) for size, step in zip(shape, steps) if step and size > 1):
         fine = next((fine for fine in axes if step % fine == 0 and axes[fine] >= step // fine), 0)
         if fine:
@@ -176,7 +176,7 @@ def _size_of_view(shape: Sequence[int], steps: Sequence[int], item_bytes: int) -
 
 
 def _of_parts(value: Any, inside: Inside) -> Row:
-    """A module or an optimizer: how much it has on this rank, where, and how its tensors lie."""
+    """Describe a module or an optimizer: its size on this rank, its devices, and the layout of its tensors."""
     size, devices, dtypes, layouts = 0, [], [], []
     for _, part in inside.tensors:
         if (tensor := as_tensor(part)) is not None:
@@ -204,7 +204,7 @@ def _all(words: list[str]) -> str:
 
 
 def short_text(value: Any, *, most: int = _TEXT_CHARS, depth: int = 0) -> str:
-    """A plain Python value in a few characters, as Python writes it; of any other the name of its class."""
+    """Return a plain Python value in a few characters, as Python writes it; of other values, the name of the class."""
     kind = type(value)
     if kind is int:
         bits = value.bit_length()

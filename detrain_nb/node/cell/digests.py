@@ -1,6 +1,6 @@
-"""A checksum of a value, which tells whether ranks have the same: of numbers, or of plain Python, in bounded time.
+"""A checksum of a value, to check that ranks have the same one: of tensors, arrays or plain Python, in bounded time.
 
-Nothing of the value's class is run. Of what is large a sample is read, and that is said; where there is none, why.
+No code of the value's class is run. Large values are sampled, which is reported; if there is no checksum, why.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ from .untouched import (
     tensors_of,
 )
 
-WHOLE_BYTES = 8 << 20  # of a tensor or a text; of a larger one a sample
+WHOLE_BYTES = 8 << 20  # of a tensor or a text; larger ones are sampled
 SAMPLE = 1 << 16  # numbers
-_PART_BYTES, _PART_SAMPLE = 64 << 10, 1 << 10  # of a tensor of a module: there may be thousands
-_MOST_ITEMS = 100_000  # of a list, a dict, and all inside
+_PART_BYTES, _PART_SAMPLE = 64 << 10, 1 << 10  # of each tensor of a module: there may be thousands
+_MOST_ITEMS = 100_000  # of a list or a dict, nested ones included
 _MOST_DEPTH = 50
 _NAMES_ALONE = re.compile(r"torch\.(u?int[1-7]|bits[0-9x]+)")
 _DEVICE_WAIT_S = 0.5
@@ -54,7 +54,7 @@ _BY_TEXT: tuple[type, ...] = (
 
 @dataclass(frozen=True)
 class Digest:
-    """The checksum of a value; ``is_sample`` where not all of it was read. It is empty where ``why`` says why."""
+    """The checksum of a value; ``is_sample`` if it was not read completely. If it is empty, ``why`` is the reason."""
 
     text: str = ""
     is_sample: bool = False
@@ -62,24 +62,24 @@ class Digest:
 
 
 class NotCompared(Exception):
-    """There is no checksum; the message says why."""
+    """There is no checksum; the message is the reason."""
 
 
 def digest_of(value: object, *, deadline: float) -> Digest:
-    """The checksum of ``value``, which is ready at ``deadline`` (of time.monotonic) or soon after."""
+    """Compute the checksum of ``value``, ready at ``deadline`` (of time.monotonic) or soon after."""
     hashing = _Hashing(deadline)
     try:
         with plain_torch():
             hashing.add(value)
     except NotCompared as exc:
         return Digest(why=str(exc))
-    except Exception as exc:  # noqa: BLE001  torch refuses a layout, another thread changes a dict: the rank lives on
+    except Exception as exc:  # noqa: BLE001  torch rejects a layout, a thread changes a dict: the rank must survive
         return Digest(why=f"it could not be read: {name_of(type(exc))}")
     return Digest(hashing.text, hashing.is_sample)
 
 
 class _Hashing:
-    """One checksum in the making."""
+    """The computation of one checksum."""
 
     def __init__(self, deadline: float) -> None:
         self.is_sample = False
@@ -97,9 +97,9 @@ class _Hashing:
         if self._left < 0:
             raise NotCompared(f"it has more than {_MOST_ITEMS:,} items")
         if time.monotonic() > self._deadline:
-            raise NotCompared("there was no time left for it")
+            raise NotCompared("no time was left to read it")
         if self._depth == _MOST_DEPTH:
-            raise NotCompared("it is nested too deep")
+            raise NotCompared("it is nested too deeply")
         self._depth += 1
         try:
             self._add(value)
@@ -136,7 +136,7 @@ class _Hashing:
         self._hash.update(data)
 
     def _add_text(self, value: Any) -> None:
-        half = WHOLE_BYTES // 8  # a character has up to four bytes
+        half = WHOLE_BYTES // 8  # a character takes up to four bytes
         size = len(value)
         if size > 2 * half:
             self.is_sample = True
@@ -152,7 +152,7 @@ class _Hashing:
             self.add(item)
 
     def _add_unordered(self, tag: str, items: list[Any]) -> None:
-        """A dict's pairs, or the elements of a set: equal ones may come in another order on another rank."""
+        """Add a dict's pairs, or the elements of a set: equal ones may be in another order on another rank."""
         if len(items) > self._left:
             raise NotCompared(f"it has more than {_MOST_ITEMS:,} items")
         outer, parts = self._hash, []
@@ -167,7 +167,7 @@ class _Hashing:
 
     def _add_function(self, function: types.FunctionType) -> None:
         if function.__closure__:
-            raise NotCompared("it is a function that remembers variables")
+            raise NotCompared("it is a closure")
         self._add_code(function.__code__)
         self.add(function.__defaults__)
         self.add(function.__kwdefaults__)
@@ -183,7 +183,7 @@ class _Hashing:
                 self.add(constant)
 
     def _add_parts(self, kind: type, inside: Inside) -> None:
-        """Parameters, buffers, or the state of an optimizer."""
+        """Add parameters, buffers, or the state of an optimizer."""
         self._write("parts", name_of(kind).encode())
         self.is_sample |= inside.is_cut
         for path, tensor in inside.tensors:
@@ -192,14 +192,14 @@ class _Hashing:
 
     def add_tensor(self, value: object, *, whole_bytes: int = WHOLE_BYTES, sample: int = SAMPLE) -> None:
         if time.monotonic() > self._deadline:
-            raise NotCompared("there was no time left for it")
+            raise NotCompared("no time was left to read it")
         tensor = as_tensor(value)
         if tensor is None:
-            raise NotCompared(f"{name_of(type(value))} is a class of its own")
+            raise NotCompared(f"{name_of(type(value))} is a custom class")
         if not is_dense(tensor):
-            raise NotCompared("it is no dense tensor")
+            raise NotCompared("it is not a dense tensor")
         if not values.has_data(tensor):
-            raise NotCompared("it has no numbers: it is on the meta device, or its memory was freed")
+            raise NotCompared("it has no data: it is on the meta device, or its memory was freed")
         kind = "DTensor" if is_dtensor(value) else "Tensor"
         self._write(f"{kind} {tensor.dtype}", struct.pack(f"<{tensor.ndim}q", *tensor.shape))
         is_whole = tensor.numel() * tensor.element_size() <= whole_bytes
@@ -224,21 +224,21 @@ class _Hashing:
         elif numpy and is_of(value, numpy.generic) and module_of(type(value)) == "numpy":
             self._add_numpy(numpy.asarray(value))
         else:
-            raise NotCompared(f"{name_of(type(value))} is a class of its own")
+            raise NotCompared(f"{name_of(type(value))} is a custom class")
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory as whole numbers, where torch has a name for a dtype and hardly more: int4, uint3, bits8."""
+    """View the memory as integers, for dtypes that torch barely supports: int4, uint3, bits8."""
     if not _NAMES_ALONE.fullmatch(str(tensor.dtype)):
         return tensor
     return tensor.view(torch.uint8 if tensor.element_size() == 1 else torch.uint16)
 
 
 def sample_of(tensor: torch.Tensor, count: int) -> torch.Tensor:
-    """Up to ``count`` numbers of a tensor, at the same places on every rank; it is not copied for that."""
+    """Return up to ``count`` elements of a tensor, at the same positions on every rank, without copying it whole."""
     if tensor.numel() <= count:
         return tensor.reshape(-1)
-    if tensor.dtype.is_floating_point and tensor.element_size() == 1:  # no such operator for float8
+    if tensor.dtype.is_floating_point and tensor.element_size() == 1:  # this operator does not support float8
         tensor = tensor.view(torch.uint8)
     left = torch.tensor(_positions(tensor.numel(), count), device=tensor.device)
     places: list[torch.Tensor] = []
@@ -250,14 +250,14 @@ def sample_of(tensor: torch.Tensor, count: int) -> torch.Tensor:
 
 @functools.lru_cache(maxsize=8)
 def _positions(size: int, count: int) -> list[int]:
-    """Spread over the whole, the first and the last among them."""
+    """Spread positions evenly, including the first and the last."""
     return [position * (size - 1) // (count - 1) for position in range(count)]
 
 
 def require_done(tensor: torch.Tensor, *, by: float) -> None:
-    """Wait until a GPU has done what it was asked for before. Raises: NotCompared, when it has not.
+    """Wait until a GPU has finished its queued work. Raises: NotCompared when it has not.
 
-    Copying a number from it would wait for all that, and that may be a collective which other ranks do not enter.
+    Copying from it would wait for all of that, possibly for a collective that other ranks never enter.
     """
     if tensor.device.type != "cuda":
         return
@@ -265,7 +265,7 @@ def require_done(tensor: torch.Tensor, *, by: float) -> None:
         event = torch.cuda.Event()
         event.record()
         until = min(by, time.monotonic() + _DEVICE_WAIT_S)
-        while not event.query():  # its own wait has no limit, and could not be ended where the GPU never comes to it
+        while not event.query():  # event.synchronize() has no timeout, and cannot be interrupted
             if time.monotonic() > until:
                 raise NotCompared("its GPU is busy")
             time.sleep(_LOOK_S)

@@ -1,4 +1,4 @@
-"""What a rank can say of an error beyond its text: what fills the memory, whether the GPU can still be used."""
+"""Details of an error beyond its text: which variables fill the memory, whether the GPU is still usable."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from ...text import format_size
 from .rings import errors_behind
 
 _SHOWN = 5
-_kept: list[object] = []  # what C++ calls has to stay as long as this process
+_kept: list[object] = []  # C++ callbacks, kept alive as long as this process
 _MEMORY = re.compile(r"out of memory|can't allocate memory|not enough memory", re.IGNORECASE)
 _CUDA = re.compile(r"CUDA error|device-side assert|illegal memory access|cudaError", re.IGNORECASE)
 
 
 def is_out_of_memory(error: BaseException, text: str) -> bool:
-    """On the CPU or on a GPU; ``text`` is the error's."""
+    """Return whether an error means that memory of the CPU or a GPU is exhausted; ``text`` is the error's."""
     if isinstance(error, (MemoryError, torch.cuda.OutOfMemoryError)):
         return True
     return isinstance(error, RuntimeError) and _MEMORY.search(text) is not None
 
 
 def free_frames(error: BaseException) -> None:
-    """Let go of what the functions in the traceback held, on the GPU too; the text of it must have been made."""
+    """Free what the frames of the traceback hold, on the GPU too; the traceback must already be formatted."""
     for each in errors_behind(error):
         traceback.clear_frames(each.__traceback__)
         each.__traceback__ = None
@@ -37,12 +37,12 @@ def free_frames(error: BaseException) -> None:
 
 
 def describe_largest(namespace: Mapping[str, object]) -> str:
-    """The variables whose tensors take the most memory, with their sizes; empty when none does."""
+    """List the variables whose tensors take the most memory, with their sizes; empty if none does."""
     sizes: dict[str, int] = {}
     for name, value in list(namespace.items()):
         if name.startswith("_"):
             continue
-        with contextlib.suppress(Exception):  # half a module, anything that a user's class may do
+        with contextlib.suppress(Exception):  # a half-built module, or anything a user's class may do
             storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in _tensors(value)}
             sizes[name] = sum(storages.values())
     largest = sorted((name for name in sizes if sizes[name]), key=lambda name: -sizes[name])[:_SHOWN]
@@ -50,7 +50,7 @@ def describe_largest(namespace: Mapping[str, object]) -> str:
 
 
 def is_context_broken(error: BaseException, text: str) -> bool:
-    """A CUDA error that no later call gets over: the process has to be replaced."""
+    """Return whether a CUDA error makes all later calls fail, so that the process has to be replaced."""
     if not torch.cuda.is_initialized() or isinstance(error, torch.cuda.OutOfMemoryError):
         return False
     if not isinstance(error, RuntimeError) or not _CUDA.search(text):
@@ -63,11 +63,11 @@ def is_context_broken(error: BaseException, text: str) -> bool:
 
 
 def speak_before_abort(words: Callable[[], str]) -> None:
-    """Write ``words()`` to stderr when C++ code ends this process, as gloo does where tensors differ in their size.
+    """Write ``words()`` to stderr when C++ code aborts this process, as gloo does if tensor sizes differ.
 
-    It does so in a thread of its own, by ``std::terminate``: no signal, so that Python may run.
+    gloo calls ``std::terminate`` in its own thread: this is no signal handler, so Python code may run.
     """
-    with contextlib.suppress(OSError, AttributeError):  # another C++ library than that of GCC
+    with contextlib.suppress(OSError, AttributeError):  # not GCC's C++ library
         set_handler = ctypes.CDLL("libstdc++.so.6")._ZSt13set_terminatePFvvE
         set_handler.restype = ctypes.c_void_p
         handler = ctypes.CFUNCTYPE(None)
@@ -75,14 +75,14 @@ def speak_before_abort(words: Callable[[], str]) -> None:
         def end() -> None:
             with contextlib.suppress(Exception):
                 os.write(2, words().encode("utf-8", "replace"))
-            usual()  # it says what was thrown, and aborts
+            usual()  # prints what was thrown, and aborts
 
         _kept.append(kept := handler(end))
         usual = handler(set_handler(kept))
 
 
 def _tensors(value: object, depth: int = 3) -> Iterator[torch.Tensor]:
-    """The tensors in a variable: itself, in a module, in an optimizer's state, in containers."""
+    """Yield the tensors in a variable: itself, in a module, in an optimizer's state, in containers."""
     if isinstance(value, torch.Tensor):
         if type(value) in (torch.Tensor, torch.nn.Parameter) and value.layout == torch.strided and not value.is_meta:
             yield value

@@ -1,4 +1,4 @@
-"""The variables that every rank has from the beginning, and whether a cell has overwritten one."""
+"""The variables predefined on every rank, and a check whether a cell has overwritten one."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 
 class Given:
-    """Those of one rank, in ``namespace``."""
+    """The predefined variables of one rank, in ``namespace``."""
 
     def __init__(self, namespace: dict[str, Any], **values: Any) -> None:
         self._namespace = namespace
@@ -17,7 +17,7 @@ class Given:
         self.set(**values)
 
     def set(self, **values: Any) -> None:
-        """Give them, or give them anew."""
+        """Set them, or set them again."""
         self._values.update(values)
         self._namespace.update(values)
 
@@ -25,12 +25,12 @@ class Given:
         return name in self._values
 
     def hide(self, hidden: dict[str, Any]) -> None:
-        """Put those into IPython's hidden names that ``%reset`` has taken out: they are set back from there."""
+        """Put them back into IPython's hidden names after ``%reset``, which restores variables from there."""
         for name, value in self._values.items():
             hidden.setdefault(name, value)
 
     def newly_overwritten(self) -> list[str]:
-        """Those that are something else now; each is named once."""
+        """Return the overwritten ones; each is returned once."""
         found = [name for name in self._values if name not in self._told and not self._is_kept(name)]
         self._told.update(found)
         return found
@@ -45,7 +45,7 @@ class Given:
 
 
 def _is_device(value: object, given: torch.device) -> bool:
-    """The same device, also as "cuda" or "cpu": the rank's own is the current one."""
+    """Return whether it is the same device, also as "cuda" or "cpu": the rank's own is the current one."""
     try:
         device = torch.device(value) if isinstance(value, str) else value
     except RuntimeError:

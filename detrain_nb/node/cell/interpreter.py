@@ -1,7 +1,7 @@
-"""The interpreter: the process of a rank in which cells run, in its main thread, in the namespace ``__main__``.
+"""The interpreter: the process of a rank that runs cells in its main thread, in the namespace ``__main__``.
 
-It is forked by its worker from memory in which torch and IPython are imported, serves one message after the other, and
-ends when the worker hangs up.
+Its worker forks it from memory with torch and IPython imported. It serves one message after another, and exits when
+the worker hangs up.
 """
 
 from __future__ import annotations
@@ -84,17 +84,17 @@ from .variables import answer_about
 
 _LISTED_BYTES = MAX_HEADER_BYTES // 2  # of all lines or names in a message
 _NAME_CHARS = 1000
-_OWN_END_LIMIT_S = 0.4  # after another rank's: shorter than the notebook waits for ranks that it freed
-_LEAST_RECURSION = 1000  # that Python begins with
+_OWN_END_LIMIT_S = 0.4  # after another rank's end: shorter than the notebook waits for ranks that it freed
+_LEAST_RECURSION = 1000  # Python's default
 
 _Question = TypeVar("_Question", Pull, Push, Piece, Complete, Inspect, Broadcast, AskVariables)
 
 
 @dataclass(frozen=True)
 class Lines:
-    """What connects an interpreter with its worker, beside the pipes that descriptors 1 and 2 already are.
+    """The connections of an interpreter with its worker, besides the pipes at descriptors 1 and 2.
 
-    ``cells`` is served by the main thread, ``control`` by a thread of its own, whatever the main thread waits for. The
+    ``cells`` is served by the main thread, ``control`` by a thread of its own, even while the main thread waits. The
     worker writes the number of the cell that it sends a SIGINT for into ``interrupted_cell``.
     """
 
@@ -104,9 +104,9 @@ class Lines:
 
 
 def serve(config: RankConfig, rank: int, incarnation: int, lines: Lines) -> None:
-    """Be the interpreter of ``rank`` until the worker hangs up; ``incarnation`` is 1 for the first."""
+    """Run the interpreter of ``rank`` until the worker hangs up; ``incarnation`` is 1 for the first."""
     interpreter = _Interpreter(config, rank, incarnation, lines)
-    gc.freeze()  # what is there now stays: no collection has to look at it
+    gc.freeze()  # existing objects stay: collections need not scan them
     with contextlib.suppress(EOFError):
         interpreter.run()
     atexit._run_exitfuncs()
@@ -126,20 +126,20 @@ class _Interpreter:
         self._interrupts = Interrupts(lines.interrupted_cell)
         self._held_signals = HeldSignals()
         self._cell = 0
-        self._sequences_before: dict[str, int] = {}  # of the groups, when the last cell began
+        self._sequences_before: dict[str, int] = {}  # of the groups, at the start of the last cell
         self._arriving: dict[int, tuple[Push, list[int], list[bytearray]]] = {}
         self._streams = Streams(self._cells_socket.fileno())
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         self._interrupts.install()
-        sys.argv = [""]  # as in any Python that nobody gave a script: a parser takes no option of the launcher
+        sys.argv = [""]  # as in Python without a script: argparse must not see the launcher's options
         session_folder = Path.cwd()
-        work_folder = os.fsdecode(config.folder.encode(errors="surrogateescape"))  # UTF-8, whatever the locale says
+        work_folder = os.fsdecode(config.folder.encode(errors="surrogateescape"))  # UTF-8, in any locale
         if config.is_work_folder:
             enter_users_folder(Path(work_folder))
         else:
             os.chdir(work_folder)
         others = [path for path in sys.path if path not in ("", work_folder)]
-        sys.path[:] = [work_folder, "", *others]  # and, as in a notebook, the folder that %cd went to
+        sys.path[:] = [work_folder, "", *others]  # and, as in a notebook, the folder that %cd changed to
         self._device = self._set_device()
         self._seed()
         self._generation = Generation(
@@ -218,13 +218,13 @@ class _Interpreter:
     # ---- the control thread
 
     def _serve_control(self) -> None:
-        """End generations and say what is known of collectives, while the main thread may wait for other ranks.
+        """End generations and report collectives, while the main thread may wait for other ranks.
 
-        It answers whatever a cell has done to this process: without this thread nobody is freed any more. No collection
-        of garbage here: what the cells left may take its time to go, as a DataLoader's workers do.
+        This thread must survive whatever a cell has done to the process: without it no rank can be freed. Garbage is
+        not collected here: what cells left behind may take long to go, as the workers of a DataLoader do.
         """
         reader = FrameReader()
-        with contextlib.suppress(OSError):  # the worker is gone: no answer raises one
+        with contextlib.suppress(OSError):  # the worker has exited: answers themselves raise none
             while data := self._control_socket.recv(1 << 16):
                 is_collecting = gc.isenabled()
                 gc.disable()
@@ -244,14 +244,14 @@ class _Interpreter:
                 before_cell=self._sequences_before,
                 comparisons=self._generation.comparisons,
             )
-        if len(json.dumps(known)) > _LISTED_BYTES:  # somebody has given a group a very long name
+        if len(json.dumps(known)) > _LISTED_BYTES:  # the user has given a group a very long name
             known = {}
         return Collectives(self._rank, message.request, known)
 
     def _end_generation(self, message: EndGeneration) -> GenerationEnded:
         connections = 0
         stale: list[str] = []
-        # The notebook waits for an answer in any case, and sees by itself who has not been freed.
+        # The notebook waits for an answer in any case, and sees which ranks were not freed.
         with contextlib.suppress(Exception):
             connections = self._generation.end(message.number)
         with contextlib.suppress(Exception):
@@ -274,12 +274,12 @@ class _Interpreter:
         flush_streams()
         self._given.hide(self._runner.user_ns_hidden)
         overwritten = self._given.newly_overwritten()
-        if message.is_replay:  # it was said when it ran first
+        if message.is_replay:  # it was reported when the cell ran first
             overwritten = []
         has_group, is_collective = self._generation.has_group, self._generation.operations != operations_before
         has_generation_ended = self._generation.ended > ended_before
         if error is None and has_generation_ended and self._device.type == "cuda":
-            error = SessionError("its process groups were ended while the cell ran: what it computed is not to be used")
+            error = SessionError("its process groups were ended while the cell ran: do not use its results")
         body = json_body(value) if value else b""
         done = CellDone(self._rank, message.cell, seconds, has_group, is_collective, body, overwritten)
         if error is None:
@@ -291,7 +291,7 @@ class _Interpreter:
             self._interrupts.let_go_by(held.clear)
 
     def _run_code(self, message: RunCell) -> tuple[Bundle, BaseException | None]:
-        """The value of a cell, or what it raised."""
+        """Return the value of a cell, or what it raised."""
         try:
             try:
                 self._interrupts.begin(message.cell)
@@ -300,36 +300,37 @@ class _Interpreter:
             finally:
                 self._interrupts.is_in_cell = False
                 self._held_signals.hold()
-        except BaseException as exc:  # noqa: BLE001  an interrupt, or a handler of the user, between their code and ours
+        except BaseException as exc:  # noqa: BLE001  an interrupt, or a user's handler, between their code and ours
             self._interrupts.is_in_cell = False
             self._held_signals.hold()
             return {}, exc
 
     def _say_what_was_broken(self) -> None:
-        """Put back what the cell has broken of what later cells need."""
+        """Restore what the cell has broken and later cells need."""
         lines = self._streams.put_back()
         if sys.getrecursionlimit() < _LEAST_RECURSION:
             lines.append(
-                f"this cell has set the recursion limit to {sys.getrecursionlimit()}, which lets no later cell run: "
-                f"it is {_LEAST_RECURSION} again"
+                f"this cell set the recursion limit to {sys.getrecursionlimit()}, too low for any later cell: "
+                f"it was reset to {_LEAST_RECURSION}"
             )
             sys.setrecursionlimit(_LEAST_RECURSION)
         with contextlib.suppress(Exception):  # a cell may have put anything there
             sys.stderr.write("".join(f"{line}\n" for line in lines))
 
     def _was_freed(self, error: BaseException, ended_before: int) -> bool:
-        """A stop has ended the generation in which the cell waited.
+        """Return whether a stop has ended the generation in which the cell waited.
 
-        A rank that waits for another is freed as soon as the other's end is: its own may come a little later.
+        A rank that waits for another is freed as soon as that one's generation ends: its own end may come a little
+        later.
         """
         if not self._interrupts.is_due:
             return False
-        if any(isinstance(step, RuntimeError) for step in chain_of(error)):  # what torch raises of a closed connection
+        if any(isinstance(step, RuntimeError) for step in chain_of(error)):  # torch raises this for a closed connection
             self._generation.wait_for_end(ended_before, _OWN_END_LIMIT_S)
         return self._generation.ended > ended_before
 
     def _report_failure(self, done: CellDone, error: BaseException, *, was_freed: bool) -> None:
-        """Say what a cell raised, instead of ``done``; of a rank that was freed by a stop, only where it was."""
+        """Send what a cell raised, instead of ``done``; for a rank freed by a stop, only where it was."""
         traceback: list[str] = []
         is_broken = False
         text = "" if was_freed else error_message(error)
@@ -339,9 +340,9 @@ class _Interpreter:
                 is_broken = is_context_broken(error, text)
                 traceback += [f"  {line}" for line in self._explain(error, text, is_broken=is_broken)]
                 text = self._stale.explain(error, text) or text
-        except Exception as exc:  # noqa: BLE001  it walks through what is the user's: the error itself is told in any case
-            traceback.append(f"  more cannot be said of it: {type(exc).__name__}")
-        if was_freed:  # torch's error of being freed may have come first
+        except Exception as exc:  # noqa: BLE001  it inspects user objects: the error itself is reported in any case
+            traceback.append(f"  no more details: {type(exc).__name__} while they were gathered")
+        if was_freed:  # torch's error about the closed connection may have come first
             error = KeyboardInterrupt()
         self._send(
             CellFailed(
@@ -359,14 +360,14 @@ class _Interpreter:
             )
         )
         if is_broken:
-            # the news of its end may come first, and then nothing else of the error is told
+            # if the report of its death arrives first, nothing else of the error is shown
             summary = _bounded(text.strip().partition("\n")[0], limit=_NAME_CHARS)
             words = f"{type(error).__name__}: {summary}: no CUDA call works in this process any more: it is replaced"
             os.write(2, f"{words}\n".encode())
             os._exit(1)
 
     def _explain(self, error: BaseException, text: str, *, is_broken: bool) -> Iterator[str]:
-        """Lines for the traceback that say more than the error does."""
+        """Yield lines for the traceback that add to the error's own text."""
         if is_out_of_memory(error, text):
             if largest := describe_largest(self._runner.user_ns):
                 yield f"the largest variables on rank {self._rank}: {largest}"
@@ -391,7 +392,7 @@ class _Interpreter:
         error = ""
         try:
             self._generation.start(message.number, is_checked=message.is_checked)
-        except Exception as exc:  # noqa: BLE001  whatever torch raises here, the notebook has to know and the rank lives on
+        except Exception as exc:  # noqa: BLE001  whatever torch raises: the notebook must know, the rank must survive
             error = f"{type(exc).__name__}: {exc}"
         self._send(GenerationReady(self._rank, message.number, _bounded(error)))
 
@@ -405,7 +406,7 @@ class _Interpreter:
         self._send_up()
         self._send(RequestDone(self._rank, message.request))
 
-    # ---- questions
+    # ---- requests
 
     def _complete(self, message: Complete) -> None:
         matches, types, start, end = self._runner.complete_code(message.code, message.position)
@@ -419,7 +420,7 @@ class _Interpreter:
     def _answer(self, act: Callable[[_Question], None], message: _Question) -> None:
         try:
             act(message)
-        except Exception as exc:  # noqa: BLE001  repr of a user's class, memory, torch: the rank lives on and says what it was
+        except Exception as exc:  # noqa: BLE001  repr of a user's class, memory, torch: the rank must survive
             self._arriving.pop(message.request, None)
             error = str(exc) if isinstance(exc, DetrainError) else f"{type(exc).__name__}: {exc}"
             self._send(RequestFailed(self._rank, message.request, _bounded(error)))
@@ -446,26 +447,26 @@ class _Interpreter:
         namespace = self._runner.user_ns
         if name in namespace:
             return namespace[name]
-        others = self._runner.user_ns_hidden  # what IPython has put there, ``open`` among it
+        others = self._runner.user_ns_hidden  # names set by IPython, such as ``open``
         own = [n for n in namespace if n in self._given or n[:1] != "_" and namespace[n] is not others.get(n)]
         near = difflib.get_close_matches(name, own, 1)
         hint = f": did you mean {near[0]!r}?" if near else ""
         if not name.isidentifier():
-            hint = ": what is asked for is a name; give the value one in a cell first"
+            hint = ": give a variable name; assign the value to one in a cell first"
         raise DetrainError(f"there is no variable {name!r}{hint}")
 
     def _begin_push(self, message: Push) -> None:
         for request, (earlier, _, _) in list(self._arriving.items()):
-            if earlier.name == message.name:  # a push that was interrupted, made again
+            if earlier.name == message.name:  # the repetition of an interrupted push
                 del self._arriving[request]
         sizes, memory_bytes = values.read_announcement(message.description)
-        require_room(memory_bytes, what=message.name, advice="push a part of it, or %distributed put a file")
+        require_room(memory_bytes, what=message.name, advice="push a part of it, or copy a file with %distributed put")
         self._arriving[message.request] = (message, sizes, [bytearray() for _ in sizes])
         self._finish_push(message.request)
 
     def _take_piece(self, message: Piece) -> None:
         if message.request not in self._arriving:
-            return  # its first part was refused
+            return  # its first message was refused
         _, _, buffers = self._arriving[message.request]
         buffers[message.buffer] += message.body
         self._finish_push(message.request)
@@ -475,7 +476,7 @@ class _Interpreter:
         if all(len(buffer) == size for buffer, size in zip(buffers, sizes)):
             del self._arriving[request]
             self._runner.user_ns[message.name] = values.unpack(message.description, buffers)
-            self._given.newly_overwritten()  # as with a broadcast
+            self._given.newly_overwritten()  # as for a broadcast
             self._send(RequestDone(self._rank, request))
 
     def _broadcast(self, message: Broadcast) -> None:
@@ -488,40 +489,40 @@ class _Interpreter:
         )
         with noted_orphans(self._runner.user_ns, found) as orphans:
             self._runner.user_ns.update(found)
-        self._given.newly_overwritten()  # it is said by who asked for it, not by the next cell
+        self._given.newly_overwritten()  # %broadcast reports it, not the next cell
         self._send(RequestDone(self._rank, message.request, orphans[: _count_fitting(orphans)]))
 
     # ---- set-up
 
     def _set_device(self) -> torch.device:
         torch.set_num_threads(self._config.threads)
-        os.environ["OMP_NUM_THREADS"] = str(self._config.threads)  # it was 1 until all forks were made
+        os.environ["OMP_NUM_THREADS"] = str(self._config.threads)  # it was 1 until all ranks were forked
         if self._config.device != "cuda":
             return torch.device("cpu")
         torch.cuda.set_device(self._local_rank)
         return torch.device("cuda", self._local_rank)
 
     def _seed(self) -> None:
-        """Forked ranks share the state of every generator of random numbers: give each rank its own."""
+        """Seed every random generator per rank: forked ranks share the state of each."""
         seed = self._config.seed + self._rank
         random.seed(seed)
         torch.manual_seed(seed)
-        with contextlib.suppress(ImportError):  # torch goes without it
+        with contextlib.suppress(ImportError):  # torch works without it
             import numpy as np
 
             np.random.seed(seed % (1 << 32))
 
     def _send(self, message: Message) -> None:
         if os.getpid() != self._pid:
-            return  # a process that a cell has forked: what it says would get into the middle of what the rank says
+            return  # a process forked by a cell: its messages would corrupt the rank's
         with self._interrupts.held_back(), self._sending:
             self._cells_socket.sendall(to_frame(message).to_bytes())
 
 
 def _end_forked(error: BaseException | None) -> NoReturn:
-    """End a process that a cell has forked, which has come to the end of the cell, as at the end of a script.
+    """End a process forked by a cell that has reached the end of the cell, as at the end of a script.
 
-    It would take messages that are the rank's.
+    It would otherwise take messages meant for the rank.
     """
     if error is not None and not isinstance(error, SystemExit):
         with contextlib.suppress(Exception):  # a cell may have put anything there
@@ -532,7 +533,7 @@ def _end_forked(error: BaseException | None) -> NoReturn:
 
 
 def _bounded_lines(lines: list[str]) -> list[str]:
-    """Lines that fit a message: the first and the last ones of those that are too many."""
+    """Limit lines to what fits in a message: the first and the last ones."""
     if _count_fitting(lines) == len(lines):
         return lines
     first, last = _count_fitting(lines, limit=_LISTED_BYTES // 2), _count_fitting(lines[::-1], limit=_LISTED_BYTES // 2)
@@ -540,7 +541,7 @@ def _bounded_lines(lines: list[str]) -> list[str]:
 
 
 def _count_fitting(texts: Sequence[str], *, limit: int = 0) -> int:
-    """How many of the first texts a message has room for."""
+    """Return how many of the first texts fit in a message."""
     left = limit or _LISTED_BYTES
     for count, text in enumerate(texts):
         left -= len(json.dumps(text)) + 4
@@ -550,7 +551,7 @@ def _count_fitting(texts: Sequence[str], *, limit: int = 0) -> int:
 
 
 def _bounded(text: str, *, limit: int = 20_000) -> str:
-    """Text that fits a message: the first and the last part of what is too long."""
+    """Limit a text to what fits in a message: the beginning and the end."""
     text = text.encode("utf-8", "backslashreplace").decode("utf-8")
     half = limit // 2
     return text if len(text) <= limit else f"{text[:half]}\n... {len(text) - limit:,} characters ...\n{text[-half:]}"

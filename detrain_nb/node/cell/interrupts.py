@@ -1,7 +1,7 @@
-"""KeyboardInterrupt on a rank: raised in the cell it was sent for, in no other, and not lost in a destructor.
+"""KeyboardInterrupt on a rank: raised in the cell that it was sent for, in no other, and not lost in a destructor.
 
-A SIGINT that a cell sends itself is one, too, as in IPython's kernel. As there, a handler of the user lasts as long
-as its cell. One for an alarm or SIGUSR1 lasts longer, and is called in cells alone.
+A SIGINT that a cell sends itself raises one too, as in IPython's kernel. As there, a handler set by the user lasts as
+long as its cell. Handlers for alarms or SIGUSR1 last longer, and are called only in cells.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ _HELD_SIGNALS = (signal.SIGALRM, signal.SIGVTALRM, signal.SIGPROF, signal.SIGUSR
 
 
 class Interrupts:
-    """Those of one interpreter. ``sent_for`` is shared with its worker: the number of the cell to be interrupted."""
+    """The interrupts of one interpreter. ``sent_for``, shared with its worker, holds the cell to interrupt."""
 
     def __init__(self, sent_for: mmap.mmap) -> None:
         self.is_in_cell = False
         self._is_letting_go = self._has_struck = self._is_held_back = self._has_come = False
         self._cell = self._strikes = 0
-        self._again_for = 0  # the cell that a signal of ours is for
+        self._again_for = 0  # the cell that our own signal is for
         self._sent_for = sent_for
         self._next_strike = threading.Timer(0.0, lambda: None)
 
@@ -37,7 +37,7 @@ class Interrupts:
         sys.unraisablehook = self._on_unraisable
 
     def begin(self, cell: int) -> None:
-        """Until ``is_in_cell`` is unset interrupts for ``cell`` are raised; one that has come already, too."""
+        """Raise interrupts for ``cell`` until ``is_in_cell`` is unset, also one that has already arrived."""
         self._cell = cell
         self.install()
         self.is_in_cell = True
@@ -45,11 +45,11 @@ class Interrupts:
 
     @property
     def is_due(self) -> bool:
-        """The cell that runs, or ran last, was to be interrupted."""
+        """Whether the cell that runs, or ran last, was to be interrupted."""
         return int.from_bytes(self._sent_for[:], "little") == self._cell
 
     def raised_after(self, call: Callable[..., None]) -> Callable[..., None]:
-        """``call``, which swallows interrupts: one that strikes in there is raised again right after it."""
+        """Wrap ``call``, which swallows interrupts: one that arrives within it is raised again right after it."""
 
         def call_and_raise(*args: Any, **options: Any) -> None:
             strikes = self._strikes
@@ -61,7 +61,7 @@ class Interrupts:
 
     @contextlib.contextmanager
     def held_back(self) -> Iterator[None]:
-        """In here none is raised in the main thread, but right after it: half a message is none."""
+        """Delay interrupts of the main thread until the end of the block: a message must be sent completely."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -75,13 +75,12 @@ class Interrupts:
                 self._strike(is_meant=True)
 
     def let_go_by(self, act: Callable[[], None]) -> None:
-        """Call ``act``, which lets go of what a cell held that has failed.
+        """Call ``act``, which frees what a failed cell held.
 
-        An interrupt can leave a lock locked for which a destructor waits then: in here any interrupt is raised, one at
-        a time, and one comes by itself after ``_LETTING_GO_LIMIT_S``. None gets out of here: nobody is left who would
-        catch it.
+        An interrupt can leave a lock locked on which a destructor then waits: in here every interrupt is raised, one at
+        a time, and one is sent after ``_LETTING_GO_LIMIT_S``. None leaves this function: no caller would catch it.
         """
-        self.install()  # the cell may have set a handler of its own
+        self.install()  # the cell may have set its own handler
         self._strike_in(_LETTING_GO_LIMIT_S)
         try:
             self._is_letting_go = True
@@ -93,12 +92,12 @@ class Interrupts:
         self._next_strike.cancel()
 
     def _on_signal(self, *signal_and_frame: object) -> None:
-        """The worker sends one before the next cell, ours may come too late; any other comes from the cell itself."""
+        """Handle SIGINT: the worker's comes before the next cell, ours may come too late, others are the cell's own."""
         again_for, self._again_for = self._again_for, 0
         self._strike(is_meant=again_for in (0, self._cell))
 
     def _strike(self, *, is_meant: bool = False) -> None:
-        """Raise it, unless it is none of the present cell."""
+        """Raise an interrupt, unless it was not meant for the present cell."""
         if self._is_held_back:
             self._has_come |= is_meant or self.is_due
         elif self._is_letting_go:
@@ -110,19 +109,19 @@ class Interrupts:
             raise KeyboardInterrupt
 
     def _on_unraisable(self, unraisable: sys.UnraisableHookArgs) -> None:
-        """A destructor and a hook of fork() let no exception out: one that struck there strikes again after them."""
+        """Raise an interrupt again that arrived in a destructor or a hook of fork(), which swallow exceptions."""
         if issubclass(unraisable.exc_type, KeyboardInterrupt) and (self.is_in_cell or self._has_struck):
             self._is_letting_go, self._has_struck = self._has_struck, False
-            self._strike_in(_STRIKES_AGAIN_S if self.is_in_cell else _LETTING_GO_GAP_S)  # now it would be lost again
+            self._strike_in(_STRIKES_AGAIN_S if self.is_in_cell else _LETTING_GO_GAP_S)  # now it would be lost
         else:
             sys.__unraisablehook__(unraisable)
 
     def _strike_in(self, seconds: float) -> None:
-        """A signal to the main thread: it wakes that from a wait for a lock, as ``interrupt_main`` does not."""
+        """Send a signal to the main thread: unlike ``interrupt_main``, it ends a wait for a lock."""
         self._next_strike.cancel()
         self._next_strike = threading.Timer(seconds, self._strike_again, (self._cell,))
         self._next_strike.daemon = True
-        with contextlib.suppress(RuntimeError):  # there is no room for a thread: the cell may have failed of that
+        with contextlib.suppress(RuntimeError):  # no thread can be started: the cell may have failed because of that
             self._next_strike.start()
 
     def _strike_again(self, cell: int) -> None:
@@ -131,10 +130,10 @@ class Interrupts:
 
 
 class HeldSignals:
-    """Timers and user signals for which a cell has set a handler: between cells nobody would catch what it raises.
+    """Timers and user signals with a handler set by a cell: between cells, nothing would catch what it raises.
 
-    A mask of the main thread would not hold them back: another thread takes the signal, and Python calls the handler in
-    the main thread all the same.
+    A signal mask of the main thread does not help: another thread takes the signal, and Python still calls the handler
+    in the main thread.
     """
 
     def __init__(self) -> None:
@@ -142,7 +141,7 @@ class HeldSignals:
         self._have_come: set[int] = set()
 
     def hold(self) -> None:
-        """From here on they wait for the next cell; several of one kind are one then."""
+        """Hold signals back until the next cell; several of one kind become one."""
         for number in _HELD_SIGNALS:
             handler = signal.getsignal(number)
             if handler == self._note:
@@ -153,7 +152,7 @@ class HeldSignals:
                 signal.signal(number, self._note)
 
     def release(self) -> None:
-        """Call the handlers of those that have come. Raises: what a handler raises; the others wait on."""
+        """Call the handlers of held signals. Raises: what a handler raises; the others stay held."""
         for number, handler in self._handlers.items():
             if signal.getsignal(number) == self._note:
                 signal.signal(number, handler)

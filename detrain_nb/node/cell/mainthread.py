@@ -1,8 +1,7 @@
-"""What the process itself can say of its main thread: its stack, the call it is in, and what it awaits.
+"""The state of the main thread as seen by its process: its stack, the call it is in, and what it awaits.
 
-The stack ends at the last Python frame: it does not tell whether ``time.sleep(60)`` or ``request.wait()`` is called
-there, nor at which line the event loop will go on. Call from any thread: it holds the GIL, so the main thread stands
-still.
+The stack ends at the last Python frame: it does not show whether that calls ``time.sleep(60)`` or ``request.wait()``,
+nor at which line the event loop will continue. Call from any thread: it holds the GIL, so the main thread pauses.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ _MAX_STACK = 100  # as many as faulthandler dumps
 
 
 def read_stack() -> list[list[Any]]:
-    """``[file, line, function]`` of the frames of the main thread, innermost first."""
+    """Return ``[file, line, function]`` of the frames of the main thread, innermost first."""
     found: list[list[Any]] = []
     frame = _main_frame()
     while frame is not None and len(found) < _MAX_STACK:
@@ -30,10 +29,10 @@ def read_stack() -> list[list[Any]]:
 
 
 def read_call() -> list[Any]:
-    """``[file, line, text]`` of the call that the innermost Python frame of the main thread is in.
+    """Return ``[file, line, text]`` of the call that the innermost Python frame of the main thread is in.
 
-    ``text`` is its source on one line, as in ``request.wait()``; empty where that frame calls nothing or has no source.
-    Before Python 3.11 it is the whole line.
+    ``text`` is its source on one line, such as ``request.wait()``; empty if there is no call or no source. Before
+    Python 3.11 it is the whole line.
     """
     frame = _main_frame()
     if frame is None:
@@ -42,7 +41,7 @@ def read_call() -> list[Any]:
 
 
 def read_awaited() -> list[list[Any]]:
-    """``[file, line, function]`` of every coroutine that waits for the next, innermost first, below the event loop.
+    """Return ``[file, line, function]`` of every coroutine that waits for the next, innermost first, in the event loop.
 
     Empty unless the main thread waits in an event loop until something happens.
     """

@@ -1,6 +1,6 @@
-"""A small look into one variable: a corner of a tensor with statistics, the head of a list or a text.
+"""A preview of one variable: a corner of a tensor with statistics, the head of a list or a text.
 
-Only what is shown leaves the rank, and nothing of the value's class is run.
+Only what is shown leaves the rank, and no code of the value's class is run.
 """
 
 from __future__ import annotations
@@ -37,24 +37,24 @@ _ITEMS = 10  # of a list, a dict, a module
 _ITEM_CHARS = 100
 _TEXT_CHARS = 1000
 _BINS = 18
-_WHOLE_NUMBERS = 1 << 20  # of which statistics are taken of all; else of a sample
-_FLOAT4 = "torch.float4_e2m1fn_x2"  # an older torch has none
-_FLOAT4_NUMBERS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # and the same below 0
-_WIDE = {"g": "f8", "G": "c16"}  # of numpy, which torch has not: what it is read as
+_WHOLE_NUMBERS = 1 << 20  # up to this size, statistics use all elements; else a sample
+_FLOAT4 = "torch.float4_e2m1fn_x2"  # missing in older torch
+_FLOAT4_NUMBERS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # and their negatives
+_WIDE = {"g": "f8", "G": "c16"}  # numpy's long types, which torch lacks, and what they are read as
 
 
 def preview(value: object, *, deadline: float) -> Row:
-    """A table (``columns``, ``rows``) or ``text``, a ``note`` on what of it that is; of numbers ``facts``, ``bins``.
+    """Return a table (``columns``, ``rows``) or ``text``, and a ``note`` on what part it is; of numbers, statistics.
 
-    ``travels``: its type can be pulled.
+    These are ``facts`` and ``bins``. ``travels``: its type can be pulled.
     """
     try:
         with plain_torch():
             return {"travels": may_travel(type(value)), **_preview(value, deadline)}
     except NotCompared as exc:
-        return {"note": f"nothing of it can be shown now: {exc}"}
-    except Exception as exc:  # noqa: BLE001  torch refuses a layout, another thread changes a dict: the rank lives on
-        return {"note": f"nothing of it can be shown: {name_of(type(exc))}"}
+        return {"note": f"no preview now: {exc}"}
+    except Exception as exc:  # noqa: BLE001  torch rejects a layout, a thread changes a dict: the rank must survive
+        return {"note": f"no preview: {name_of(type(exc))}"}
 
 
 def _preview(value: Any, deadline: float) -> Row:
@@ -66,9 +66,9 @@ def _preview(value: Any, deadline: float) -> Row:
             return {"note": f"an array of {array.dtype.name} has no preview"}
         array = array.astype(array.dtype.newbyteorder("="), copy=False)
         wide = _WIDE.get(array.dtype.char)
-        if any(stride < 0 or stride % array.itemsize for stride in array.strides):  # which torch has not
+        if any(stride < 0 or stride % array.itemsize for stride in array.strides):  # unsupported by torch
             array = array.copy()
-        with warnings.catch_warnings():  # that it is read-only, which nobody writes into here, or wider than float64
+        with warnings.catch_warnings():  # about read-only arrays, not written here, or wide types
             warnings.simplefilter("ignore")
             array = array.astype(wide) if wide else array
             return _of_numbers(torch.from_numpy(array), whose="read as float64" if wide else "")
@@ -93,7 +93,7 @@ def _preview(value: Any, deadline: float) -> Row:
     text = short_text(value, most=_TEXT_CHARS) or object_text(value, most=_ITEMS)
     return {
         "text": text,
-        "note": "" if text else f"what {name_of(kind)} holds is not looked at: its class decides that",
+        "note": "" if text else f"{name_of(kind)} has no preview: it would run code of the class",
     }
 
 
@@ -109,7 +109,7 @@ def _first_of(shown: int, size: int, what: str, *, is_cut: bool = False) -> str:
 
 
 def _of_parts(value: Any, inside: Inside) -> Row:
-    """The modules directly inside a module; the tensors of anything else, one by one."""
+    """List the direct children of a module; for other values, all tensors."""
     rows = []
     children = list(children_of(value)) if is_of(value, torch.nn.Module) else []
     for name, child in children[:_ITEMS]:
@@ -129,13 +129,13 @@ def _of_parts(value: Any, inside: Inside) -> Row:
 def _of_tensor(value: object, deadline: float) -> Row:
     tensor = as_tensor(value)
     if tensor is None:
-        return {"note": f"what {name_of(type(value))} holds is not looked at: its class decides that"}
+        return {"note": f"{name_of(type(value))} has no preview: it would run code of the class"}
     if not is_dense(tensor) or not has_data(tensor):
-        return {"note": "a tensor without numbers, or that is not dense, has no preview"}
+        return {"note": "a tensor without data, or one that is not dense, has no preview"}
     require_done(tensor, by=deadline)
     if (numbers := as_bytes(tensor)) is not tensor:
         dtype = str(tensor.dtype).removeprefix("torch.")
-        return _of_numbers(numbers, whose=f"its memory, as torch does not read {dtype}")
+        return _of_numbers(numbers, whose=f"raw memory, as torch cannot read {dtype}")
     return _of_numbers(tensor, whose="the part of this rank" if is_dtensor(value) else "")
 
 
@@ -161,7 +161,7 @@ def _of_numbers(tensor: torch.Tensor, *, whose: str = "") -> Row:
 
 
 def _readable(numbers: torch.Tensor) -> torch.Tensor:
-    """The same in a dtype that torch computes with; of float4, which has two in a byte, a last axis twice as long."""
+    """Convert to a dtype that torch can compute with; float4, two in a byte, doubles the last axis."""
     if str(numbers.dtype) == _FLOAT4:
         packed = torch.atleast_1d(numbers.view(torch.uint8))
         places = torch.stack((packed & 15, packed >> 4), -1).reshape(*packed.shape[:-1], 2 * packed.shape[-1])
@@ -178,7 +178,7 @@ def _number(value: Any) -> str:
 
 
 def _statistics(tensor: torch.Tensor) -> Row:
-    """Of all numbers, or of a sample of very many; those that are no numbers are counted, and left out of the rest."""
+    """Return statistics of all elements, or of a sample of very many; NaNs and infinities are only counted."""
     is_sample = tensor.numel() > _WHOLE_NUMBERS
     picked = (sample_of(tensor, SAMPLE) if is_sample else tensor).cpu()
     if is_sample and tensor.dtype.is_floating_point and tensor.element_size() == 1:

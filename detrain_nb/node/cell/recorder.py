@@ -1,9 +1,8 @@
-"""What a rank says of itself beside its main thread, which may wait for others: above all, what torch's flight recorder
-knows of its collectives. Call from any thread; needs the GIL.
+"""The report of a rank on itself while its main thread may wait, mainly from torch's flight recorder of collectives.
 
-The recorder notes collectives of gloo and of NCCL, each in a place of its own, with op, sequence number, tensors and
-time. Point-to-point operations on gloo and waits in the store are not in it: there the stack is the evidence. Those of
-NCCL are left out: torch does not note when those of a batch have ended.
+Call from any thread; needs the GIL. The recorder stores collectives of gloo and of NCCL, separately, with op, sequence
+number, tensors and time. It lacks point-to-point operations on gloo and waits in the store: for those, the stack is
+the evidence. Those of NCCL are left out: torch does not record when operations of a batch have ended.
 """
 
 from __future__ import annotations
@@ -20,23 +19,23 @@ from ..groups.process_groups import GROUP_NAMES, ON_NCCL, count_operations
 from .mainthread import read_awaited, read_call, read_stack
 
 _T = TypeVar("_T")
-_KEPT = 16  # entries of either kind: those that are pending, and some that ended, to compare between ranks
+_KEPT = 16  # pending entries, and as many ended ones, to compare between ranks
 _MAX_CHARS = 200
 _DEFAULT = "0"
-_OF = "recorder"  # in an entry: what its recorder's numbers are of
+_OF = "recorder"  # key in an entry: which recorder numbered it
 _DUMPS = {"_dump_fr_trace_json": "", "_dump_nccl_trace_json": ON_NCCL}
 
 
 def look_inside(
     *, since_ns: int, before_cell: Mapping[str, int], comparisons: Sequence[dict[str, Any]] = ()
 ) -> dict[str, Any]:
-    """All that the notebook is told, as JSON.
+    """Gather the report for the notebook, as JSON.
 
-    ``entries`` are those of ``read_collectives``, which names groups; ``members``: the ranks of each group among them
-    that is not the default one; ``steps``: how many operations were begun in each group, and -1 where the last cell
-    began other ones than collectives in it, or that is not known (``before_cell`` has their numbers when it began);
-    ``operations`` grows with all that is begun with other ranks; ``call``, ``awaited`` and ``stack`` are those of the
-    main thread. ``comparisons``, of checking.py, stand among entries and steps like collectives of groups of their own.
+    ``entries``: see ``read_collectives``. ``members``: the ranks of each group among them, except the default one.
+    ``steps``: how many operations were begun in each group; -1 if the last cell began any but collectives in it, or if
+    unknown (``before_cell`` has their numbers at its start). ``operations`` grows with every operation begun with other
+    ranks. ``call``, ``awaited`` and ``stack`` are those of the main thread. ``comparisons``, of checking.py, appear
+    among entries and steps like collectives of separate groups.
     """
     dumped: list[dict[str, Any]] = _or_nothing(lambda: _dump(since_ns), [])
     recorded = [*dumped, *comparisons]
@@ -68,17 +67,17 @@ def look_inside(
 
 
 def read_collectives(*, since_ns: int) -> list[list[Any]]:
-    """The last collectives that were enqueued after ``since_ns`` (Unix time), oldest first.
+    """Return the last collectives that were enqueued after ``since_ns`` (Unix time), oldest first.
 
     Each is ``[op, sequence number, group, its description, tensors, is pending, seconds since it was enqueued]``;
-    ``group`` is a number or, where torch makes one of its ranks, a hash; "0" is the default group; what NCCL counts
-    has ``ON_NCCL`` behind it. Empty where this torch has no recorder.
+    ``group`` is a number or, if torch derives it from the ranks, a hash; "0" is the default group; NCCL's have
+    ``ON_NCCL`` after it. Empty if this torch has no recorder.
     """
     return _last_of(_dump(since_ns))
 
 
 def describe_last(*, since_ns: int) -> str:
-    """The collective that was begun last, as a line; empty where there is none."""
+    """Describe the collective that was begun last, as a line; empty if there is none."""
     for op, sequence, _, _, tensors, *_ in read_collectives(since_ns=since_ns)[-1:]:
         return f"the last collective here: {op} #{sequence} {tensors}\n"
     return ""
@@ -101,7 +100,7 @@ def _last_of(dumped: list[dict[str, Any]]) -> list[list[Any]]:
 
 
 def _or_nothing(read: Callable[[], _T], nothing: _T) -> _T:
-    """Whoever asks ends generations too, and has to live on, whatever a later torch or a cell has changed."""
+    """Catch all errors: the caller's thread also ends generations, and must survive whatever a cell has changed."""
     try:
         return read()
     except Exception:  # noqa: BLE001
@@ -140,14 +139,14 @@ def _dump(since_ns: int) -> list[dict[str, Any]]:
 
 
 def _label(entry: dict[str, Any]) -> str:
-    """The group of an entry, as all of its ranks call it."""
+    """Return the group of an entry, by the name that all of its ranks use."""
     return _short(entry["process_group"][0]) + str(entry[_OF])
 
 
 class _Group(NamedTuple):
     name: str
     ranks: list[int]
-    sequences: dict[str, int]  # on gloo of all that was begun in it, on NCCL of collectives
+    sequences: dict[str, int]  # gloo counts all operations begun in it, NCCL collectives
 
 
 def _read_groups() -> dict[str, _Group]:
@@ -161,7 +160,7 @@ def _read_groups() -> dict[str, _Group]:
 
 
 def _steps(name: str, of: str, number: int, dumped: list[dict[str, Any]], before_cell: Mapping[str, int]) -> int:
-    """The recorder numbers collectives: where gloo's ``number`` is larger, there were messages from rank to rank."""
+    """Return the steps of a group: a gloo ``number`` above the recorder's means point-to-point messages."""
     own = [entry for entry in dumped if entry["process_group"][0] == name and entry[_OF] == of]
     collectives = max((entry["collective_seq_id"] for entry in own), default=0)
     is_known = number in (before_cell.get(name + of, 0), collectives)
@@ -169,5 +168,5 @@ def _steps(name: str, of: str, number: int, dumped: list[dict[str, Any]], before
 
 
 def _short(name: str) -> str:
-    """Names are numbers, counted on from one default group to the next: that of the default group is then "0"."""
+    """Shorten a name: numbers continue from one default group to the next, and the default group becomes "0"."""
     return str(int(name) % GROUP_NAMES) if name.isdecimal() else name

@@ -1,7 +1,7 @@
-"""Rings of an error: it knows its frames, a frame knows its callers, and one of these may know the error.
+"""Reference rings of an error: it knows its frames, a frame knows its callers, and one of these may know the error.
 
-A ring keeps all that the user's functions held until the garbage is collected, on a GPU too. Since Python 3.12 every
-failed cell would make one: there a coroutine's frame knows its callers too, and IPython runs a cell in a coroutine.
+A ring keeps all that the user's functions held alive until garbage is collected, on a GPU too. Since Python 3.12
+every failed cell would make one: a coroutine's frame knows its callers too, and IPython runs a cell in a coroutine.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ _LIBRARIES = tuple(
 
 
 def break_rings(error: BaseException) -> None:
-    """Empty the ended frames of IPython, asyncio and ours that ``error`` went through or was called from.
+    """Clear the finished frames of IPython, asyncio and ours that ``error`` went through or was called from.
 
-    The user's own stay as they are: a generator among them may go on.
+    The user's own frames stay: a generator among them may go on.
     """
     for each in errors_behind(error):
         step = each.__traceback__
@@ -42,7 +42,7 @@ def break_rings(error: BaseException) -> None:
 
 
 def errors_behind(error: BaseException) -> Iterator[BaseException]:
-    """An error, and all that caused it or was being handled when it was raised."""
+    """Yield an error, and all that caused it or were being handled when it was raised."""
     known: set[int] = set()
     left: list[BaseException | None] = [error]
     while left:
@@ -55,5 +55,5 @@ def errors_behind(error: BaseException) -> Iterator[BaseException]:
 
 def _empty(frame: FrameType) -> None:
     if frame.f_code.co_filename.startswith(_LIBRARIES):
-        with contextlib.suppress(RuntimeError):  # it runs
+        with contextlib.suppress(RuntimeError):  # it is running
             frame.clear()

@@ -1,12 +1,11 @@
-"""What a rank prints through: descriptors 0 to 2 and the streams of ``sys``; what a cell has broken is put back.
+"""The output of a rank: descriptors 0 to 2 and the streams of ``sys``; what a cell has broken is restored.
 
-A replacement that works stays, as IPython's kernel keeps it: a Tee, a StringIO, a file. So does ``builtins.print``:
-training scripts replace it, so that rank 0 alone prints. A descriptor is put back in any case: in a kernel print does
-not go through descriptor 1, so that there too it survives an ``os.dup2``.
+A replacement that works stays, as in IPython's kernel: a Tee, a StringIO, a file. So does ``builtins.print``:
+training scripts replace it so that only rank 0 prints. A descriptor is always restored: in a kernel, print does not
+use descriptor 1, so there too it survives an ``os.dup2``.
 
-What a rank says goes to its worker through three channels: a pipe for each stream, and a socket for what is displayed.
-Before one is used after another, the worker has read that other, so that all of it arrives in the order in which it
-was said.
+Output reaches the worker through three channels: a pipe per stream, and a socket for rich output. Before the channel
+changes, the worker must have read the previous one, so that all output arrives in order.
 """
 
 from __future__ import annotations
@@ -23,16 +22,16 @@ import time
 from typing import Any, TextIO
 
 _NAMES = ("stdin", "stdout", "stderr")
-_DISPLAYS = 0  # the channel of what is displayed; those of the streams have their descriptors' numbers
-_READ_LIMIT_S = 3.0  # a busy machine lets the worker wait; the order is not worth more where it does not come to read
+_DISPLAYS = 0  # the channel of rich output; those of the streams are their descriptors
+_READ_LIMIT_S = 3.0  # on a busy machine the worker may be late; order is not worth a longer wait
 _LOOK_S = 0.00005
 _NOTHING = bytes(4)
 _libc = ctypes.CDLL(None)
-_write = io.TextIOWrapper.write  # called twice for each print
+_write = io.TextIOWrapper.write  # bound once: called twice for each print
 
 
 class Streams:
-    """Those of this process, opened anew on descriptors 1 and 2: they give each line at once, C's too.
+    """The streams of this process, reopened on descriptors 1 and 2 with line buffering, also in C.
 
     ``link``: the descriptor of the socket to the worker.
     """
@@ -47,18 +46,18 @@ class Streams:
         self._print = builtins.print
         for name, stream in self._given.items():
             self._set(name, stream)
-        with contextlib.suppress(ValueError, AttributeError):  # a pipe would hold back whole blocks
+        with contextlib.suppress(ValueError, AttributeError):  # with a pipe, C would buffer whole blocks
             _libc.setvbuf(ctypes.c_void_p.in_dll(_libc, "stdout"), None, 1, 0)  # 1 is _IOLBF
 
     def before_display(self) -> None:
-        """What was printed so far is read before what is displayed next."""
+        """Have everything printed so far read before the next rich output."""
         flush_streams()
         self.used_last = _DISPLAYS
         for fd in (1, 2):
             self._wait_until_read(*self._channels[fd])
 
     def use(self, channel: int) -> None:
-        """Write to ``channel`` next."""
+        """Switch to ``channel``."""
         before = self.used_last
         if before != _DISPLAYS:
             with contextlib.suppress(Exception):
@@ -67,7 +66,7 @@ class Streams:
         self._wait_until_read(*self._channels[before])
 
     def _wait_until_read(self, fd: int, request: int) -> None:
-        """Wait until the worker has read it; one that did not come in time is not waited for until it has."""
+        """Wait until the worker has read a channel; after a timeout, do not wait again until it has."""
         deadline = time.monotonic() + _READ_LIMIT_S
         with contextlib.suppress(OSError):
             while fcntl.ioctl(fd, request, _NOTHING) != _NOTHING:
@@ -83,7 +82,7 @@ class Streams:
         return _Stream(self, fd)
 
     def put_back(self) -> list[str]:
-        """Put back what is broken; a line for each."""
+        """Restore what is broken; returns a line for each."""
         descriptors = [fd for fd in self._kept if _identity(fd) != self._kept[fd][1]]
         for fd in descriptors:
             os.dup2(self._kept[fd][0], fd, inheritable=True)
@@ -98,8 +97,8 @@ class Streams:
             builtins.print = self._print
             found.append("builtins.print")
         return [
-            f"this cell has closed or replaced {what}, without which later cells cannot print or read: it is put back; "
-            "to redirect what a cell prints use contextlib.redirect_stdout() in it"
+            f"this cell closed or replaced {what}, which later cells need to print or read: it was restored; "
+            "to redirect the output of a cell, use contextlib.redirect_stdout() in it"
             for what in found
         ]
 
@@ -109,7 +108,7 @@ class Streams:
 
 
 class _Stream(io.TextIOWrapper):
-    """A text stream on a descriptor, as ``open`` makes it, that keeps the order of what is said."""
+    """A text stream on a descriptor, like one of ``open``, that keeps output in order across streams."""
 
     def __init__(self, streams: Streams, fd: int) -> None:
         buffer = io.BufferedWriter(io.FileIO(fd, "w", closefd=False))
@@ -124,7 +123,7 @@ class _Stream(io.TextIOWrapper):
 
 
 def flush_streams() -> None:
-    """What was printed goes to the worker, what C libraries print too."""
+    """Flush the streams to the worker, those of C libraries too."""
     for name in _NAMES[1:]:
         with contextlib.suppress(Exception):  # a cell may have put anything there, or nothing
             getattr(sys, name).flush()
@@ -132,7 +131,7 @@ def flush_streams() -> None:
 
 
 def _works(stream: Any) -> bool:
-    """It can be read, or takes a text of no length, as ``print(end="")`` writes it."""
+    """Return whether it can be read, or accepts an empty text, as ``print(end="")`` writes it."""
     try:
         if stream is None or getattr(stream, "closed", False):
             return False

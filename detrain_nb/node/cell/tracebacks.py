@@ -1,4 +1,4 @@
-"""What is said of an error: its text, and the lines of its traceback that are the user's."""
+"""The report of an error: its text, and those lines of its traceback that are the user's."""
 
 from __future__ import annotations
 
@@ -15,40 +15,39 @@ from ..system import own_files
 _LONGEST_CHAIN = 20
 _MOST_PARTS = 20  # of a group of errors
 _GROUP: Any = getattr(builtins, "BaseExceptionGroup", ())
-_END_FRAMES = 12  # of a long traceback, this many from either end
-_AFTER_EXIT = "the cell ends here, the rank goes on with its variables"
+_END_FRAMES = 12  # of a long traceback, shown from either end
+_AFTER_EXIT = "the cell ends here; the rank keeps its variables"
 _OUR_PACKAGE = os.path.join(own_files.PACKAGE, "")
 
 
 def describe_error(error: BaseException) -> str:
-    """Its traceback and its text, as lines."""
+    """Format the traceback and the text of an error, as lines."""
     return "\n".join([*user_traceback(error), error_summary(error), ""])
 
 
 def error_summary(error: BaseException) -> str:
-    """The last line of a traceback."""
+    """Return the last line of a traceback."""
     message = error_message(error)
     return f"{type(error).__name__}: {message}" if message else type(error).__name__
 
 
 def error_message(error: BaseException) -> str:
-    """The text of an error; a user's class may fail to make one."""
+    """Return the text of an error, even if a user's class fails to make one."""
     try:
         if isinstance(error, SystemExit):
             return f"{'' if error.code is None else f'{error.code}: '}{_AFTER_EXIT}"
         return "\n".join([str(error), *map(str, getattr(error, "__notes__", ()))])
     except Exception as exc:  # noqa: BLE001  anything may be in a user's __str__
-        return f"<its text cannot be made: {type(exc).__name__}>"
+        return f"<no text: {type(exc).__name__} in __str__>"
 
 
 def user_traceback(error: BaseException, *, is_own_code_enough: bool = False) -> list[str]:
-    """The lines of a traceback that are the user's: cells and own files, and the innermost frame wherever it is.
+    """Return the lines of a traceback that are the user's: cells, own files, and the innermost frame wherever it is.
 
-    Errors of a group, and what was the cause, come first. With ``is_own_code_enough``: not what happened inside
-    libraries, nor what came before.
+    Causes, and the errors of a group, come first. With ``is_own_code_enough``, omit them and frames of libraries.
     """
     chain = chain_of(error)
-    if is_own_code_enough:  # an interrupt may come when the user's code has raised already: then that says where
+    if is_own_code_enough:  # an interrupt may come after the user's code has raised: that error has the line
         return next((own for step in chain if (own := _own_traceback(step, is_own_code_enough=True))), [])
     lines: list[str] = []
     for cause, effect in zip(reversed(chain), reversed(chain[:-1])):
@@ -61,7 +60,7 @@ def user_traceback(error: BaseException, *, is_own_code_enough: bool = False) ->
 
 
 def chain_of(error: BaseException) -> list[BaseException]:
-    """An error, what caused it, and so on; it may be a ring."""
+    """Return an error, its cause, and so on; the chain may be a ring."""
     chain = [error]
     while len(chain) < _LONGEST_CHAIN:
         last = chain[-1]
@@ -73,7 +72,7 @@ def chain_of(error: BaseException) -> list[BaseException]:
 
 
 def _parts_of(error: BaseException) -> list[BaseException]:
-    """The errors of a group, also of groups in it. Python 3.10 has no groups."""
+    """Return the errors of a group, nested groups included. Python 3.10 has no groups."""
     found: list[BaseException] = []
     left = [error]
     while left and len(found) < _MOST_PARTS:
@@ -85,18 +84,18 @@ def _parts_of(error: BaseException) -> list[BaseException]:
 
 
 def _own_traceback(error: BaseException, *, is_own_code_enough: bool = False) -> list[str]:
-    """As ``user_traceback``, without what caused it."""
+    """Do the same as ``user_traceback``, without causes."""
     if isinstance(error, SyntaxError) and error.text:
         marker = " " * max(0, (error.offset or 1) - 1) + "^"
         place = f"  {_place(error.filename or '?')}, line {error.lineno}"
         return [place, f"    {error.text.rstrip()}", f"    {marker}"]
     frames = _frames(error)
-    is_own_code_enough |= isinstance(error, (SessionError, SystemExit))  # what a library did on the way says nothing
+    is_own_code_enough |= isinstance(error, (SessionError, SystemExit))  # frames of libraries do not help
     is_own_code_enough |= isinstance(error, KeyboardInterrupt) and not any(_is_users(f[0]) for f in frames)
     lines: list[str] = []
     shown = [f for f in frames if _is_users(f[0]) or f is frames[-1] and not is_own_code_enough]
     for index, (filename, line, function, source) in enumerate(shown):
-        if _END_FRAMES <= index < len(shown) - _END_FRAMES:  # a recursion without end
+        if _END_FRAMES <= index < len(shown) - _END_FRAMES:  # endless recursion
             if index == _END_FRAMES:
                 lines.append(f"  ... {len(shown) - 2 * _END_FRAMES} more")
             continue
@@ -110,12 +109,12 @@ def _frames(error: BaseException) -> list[tuple[str, int, str, str]]:
     frames = []
     for frame, number in traceback.walk_tb(error.__traceback__):
         code = frame.f_code
-        line = number or code.co_firstlineno  # an interrupt can come where no line is
+        line = number or code.co_firstlineno  # an interrupt can come at code without a line number
         frames.append((code.co_filename, line, code.co_name, linecache.getline(code.co_filename, line).strip()))
     first = next((i for i, frame in enumerate(frames) if frame[0].startswith("<cell ")), 0)
     while len(frames) > first + 1 and frames[-1][0].startswith(own_files.ON_NODE):
-        frames.pop()  # an interrupt is raised in a handler of ours, and what we refuse in a function of ours
-    return frames[first:]  # above the cell stand IPython's frames and ours
+        frames.pop()  # interrupts and refusals are raised in functions of ours
+    return frames[first:]  # frames above the cell are IPython's and ours
 
 
 def _place(filename: str) -> str:

@@ -1,4 +1,4 @@
-"""What would ask a person, on a rank that has none: refused in one line that says what to do instead."""
+"""Refusal of anything that would prompt a user, which a rank does not have; a line says what to do instead."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ from IPython.core.autocall import ExitAutocall
 from ...errors import SessionError
 
 _NO_DEBUGGER = (
-    "a debugger has nobody to talk to on a rank: print there, %distributed where says in which line each rank is, "
-    "%pull brings its variables; a function can be called, and debugged, in a cell of the notebook"
+    "no debugger can run on a rank, which has no terminal: print there; %distributed where shows each rank's line, "
+    "%pull fetches its variables; debug a function by calling it in a cell of the notebook"
 )
 
 
 class Exit(ExitAutocall):
-    """``exit()`` and ``quit()`` end the cell, as ``sys.exit()`` does."""
+    """``exit()`` and ``quit()``, which end the cell, as ``sys.exit()`` does."""
 
     def __call__(self, code: object = None) -> NoReturn:
         raise SystemExit(code)
 
 
 def refuse_questions(runner: Any) -> None:
-    """Let nothing in this process wait for answers; debuggers that have a connection of their own are left alone."""
+    """Make every prompt in this process fail; debuggers with their own connection are left alone."""
     refused: list[tuple[Any, str, Callable[..., Any]]] = [
         (builtins, "input", _refuse_input),
         (getpass, "getpass", _refuse_password),
         (code, "interact", _refuse_debugger),
         (IPython, "embed", _refuse_debugger),
-        (dist, "breakpoint", _refuse_debugger),  # it asks on one rank, and the others wait for that one
+        (dist, "breakpoint", _refuse_debugger),  # it prompts on one rank, and the others wait for it
         (bdb.Bdb, "set_trace", _refused_without_connection(bdb.Bdb.set_trace)),
         (pdb.Pdb, "interaction", _refused_without_connection(pdb.Pdb.interaction)),
     ]
@@ -63,8 +63,8 @@ def _refuse_debugger(*args: object, **options: object) -> NoReturn:
 
 
 def _refuse_input(prompt: object = "") -> NoReturn:
-    raise EOFError("input() has nobody to ask on a rank: ask in a cell of the notebook, then %push the answer")
+    raise EOFError("input() does not work on a rank: ask in a cell of the notebook, then %push the answer")
 
 
 def _refuse_password(prompt: str = "", stream: object = None) -> NoReturn:
-    raise EOFError("getpass() has nobody to ask on a rank: ask in a cell of the notebook, then %push the answer")
+    raise EOFError("getpass() does not work on a rank: ask in a cell of the notebook, then %push the answer")

@@ -1,7 +1,7 @@
-"""What a value is, found out without running anything of its class: no ``__repr__``, ``__len__``, property or hook.
+"""Inspection of values without running any code of their class: no ``__repr__``, ``__len__``, property or hook.
 
-``isinstance`` and a plain attribute can run code of the class; what Python and torch have in C for their own types does
-not.
+``isinstance`` and plain attribute access can run code of the class; the C functions that Python and torch have for
+their own types do not.
 """
 
 from __future__ import annotations
@@ -20,57 +20,57 @@ _TYPE: Any = type.__dict__
 _MODULE_VARIABLES: Any = torch.nn.Module.__dict__["__dict__"]
 _OPTIMIZER_VARIABLES: Any = torch.optim.Optimizer.__dict__["__dict__"]
 _DICTS: tuple[Any, ...] = (dict, type(torch.nn.Module()._parameters))
-_PARAMETERS, _BUFFERS, _MODULES = "_parameters", "_buffers", "_modules"  # where a module has what
+_PARAMETERS, _BUFFERS, _MODULES = "_parameters", "_buffers", "_modules"  # where a module keeps what
 _MOST_TENSORS = 20_000  # of a module
-MOST_PARTS = 50_000  # modules and tensors that are looked at
+MOST_PARTS = 50_000  # modules and tensors that are inspected
 _MOST_NAME_CHARS = 200
 _MOST_DEPTH = 50  # of modules in modules
 
 
 def bases_of(kind: type) -> tuple[type, ...]:
-    """The class and all its bases."""
+    """Return the class and all its bases."""
     found: tuple[type, ...] = _TYPE["__mro__"].__get__(kind)
     return found
 
 
 def is_of(value: object, kind: type) -> bool:
-    """Whether its class is ``kind`` or derived from it, whatever the class says of itself."""
+    """Return whether its class is ``kind`` or derived from it, whatever the class claims."""
     return kind in bases_of(type(value))
 
 
 def name_of(kind: type) -> str:
-    """The name of a class, without its module."""
+    """Return the name of a class, without its module."""
     return _plain_text(_TYPE["__name__"].__get__(kind))[:_MOST_NAME_CHARS]
 
 
 def _plain_text(text: str) -> str:
-    """The same characters as a plain str: a class can be called by the user's kind of str."""
+    """Return the same characters as a plain str: a class name may be an instance of a user's str subclass."""
     return text if type(text) is str else "".join(str.__iter__(text))
 
 
 def module_of(kind: type) -> str:
-    """The module of a class; empty where it says something else than a name."""
+    """Return the module of a class; empty if it is not a plain name."""
     name = _TYPE["__module__"].__get__(kind)
     return name if type(name) is str else ""
 
 
 def loaded(module: str, name: str) -> Any:
-    """A class whose module somebody has imported; else None."""
+    """Return a class if its module has been imported; else None."""
     return vars(sys.modules[module]).get(name) if module in sys.modules else None
 
 
 def is_dtensor(value: object) -> bool:
-    """A DTensor itself; a class derived from it is the user's."""
+    """Return whether it is a DTensor itself; a derived class is the user's."""
     return type(value) is loaded("torch.distributed.tensor", "DTensor")
 
 
 def is_table(value: object) -> bool:
-    """A DataFrame of pandas or polars itself."""
+    """Return whether it is a DataFrame of pandas or polars itself."""
     return any(type(value) is loaded(module, "DataFrame") for module in ("pandas", "polars"))
 
 
 def variables_of(value: object) -> dict[str, object]:
-    """What was set in an object by name; nothing where its class keeps it elsewhere."""
+    """Return the attributes set on an object; empty if its class keeps them elsewhere."""
     for base in reversed(bases_of(type(value))):
         slot = _TYPE["__dict__"].__get__(base).get("__dict__")
         if type(slot) is types.GetSetDescriptorType:
@@ -80,7 +80,7 @@ def variables_of(value: object) -> dict[str, object]:
 
 @contextmanager
 def plain_torch() -> Iterator[None]:
-    """Torch's own operators: no class, hook or mode of the user has its turn in them."""
+    """Use torch's own operators, without any class, hook or mode of the user."""
     with ExitStack() as entered:
         entered.enter_context(torch.no_grad())
         entered.enter_context(torch._C.DisableTorchFunction())
@@ -90,9 +90,9 @@ def plain_torch() -> Iterator[None]:
 
 
 def as_tensor(value: object) -> torch.Tensor | None:
-    """The numbers of a tensor as a plain one that shares its memory; None where its class decides what they are.
+    """Return a plain tensor that shares the memory of ``value``; None if its class defines what the elements are.
 
-    Of a DTensor its part on this rank. Called inside ``plain_torch``.
+    For a DTensor, this is its part on this rank. Called inside ``plain_torch``.
     """
     if is_dtensor(value):
         value = _slot(value, "_local_tensor")
@@ -108,21 +108,21 @@ def as_tensor(value: object) -> torch.Tensor | None:
 
 
 def as_array(value: object) -> Any:
-    """The numbers of an array of numpy as a plain one that shares its memory; None where a mask says which count."""
+    """Return a plain array that shares the memory of ``value``; None for a masked array."""
     if not (array := loaded("numpy", "ndarray")) or array not in bases_of(type(value)):
         return None
     return None if loaded("numpy.ma", "MaskedArray") in bases_of(type(value)) else array.view(value, array)
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
-    """Its numbers lie in one storage, each as its dtype has it."""
+    """Return whether its elements are in one storage, each stored as its dtype."""
     return tensor.layout is torch.strided and not tensor.is_quantized and not tensor.is_nested
 
 
 def layout_of(value: object) -> dict[str, Any] | None:
-    """How a DTensor lies on its mesh: the sizes of the mesh, a placement for each, and where this rank is.
+    """Return how a DTensor is placed on its mesh: the sizes of the mesh, a placement for each, this rank's coordinates.
 
-    ``kinds``: shard, copy, or partial (a sum whose terms the ranks have).
+    ``kinds``: shard, copy, or partial (a sum whose terms are on the ranks).
     """
     if not is_dtensor(value):
         return None
@@ -143,7 +143,7 @@ def _kind_of(placement: Any) -> str:
 
 
 def whole_shape(value: object) -> list[int]:
-    """The shape of a DTensor over all ranks."""
+    """Return the shape of a DTensor over all ranks."""
     return [int(size) for size in _slot(value, "_spec").shape]
 
 
@@ -152,9 +152,9 @@ def _slot(value: object, name: str) -> Any:
 
 
 class Inside(NamedTuple):
-    """Tensors, each once and with its path; ``parameters`` are those of them that a module has as such.
+    """Tensors, each once and with its path; ``parameters`` are those registered as parameters of a module.
 
-    ``is_cut``: there may be more, as of very much the first is looked at.
+    ``is_cut``: there may be more, as only the first ones were inspected.
     """
 
     tensors: list[tuple[str, object]]
@@ -162,18 +162,18 @@ class Inside(NamedTuple):
     is_cut: bool
 
     def counted(self, number: int) -> str:
-        """``number``, which was counted in them, in words."""
+        """Format ``number``, a count over the tensors."""
         return f"{'at least ' if self.is_cut else ''}{number:,}"
 
     def count_numbers(self) -> str:
-        """Say how many numbers the parameters have, on all ranks together. Called inside ``plain_torch``."""
+        """Return the number of elements of all parameters, over all ranks. Called inside ``plain_torch``."""
         return self.counted(sum(map(_count, self.parameters)))
 
 
 def tensors_of(value: object) -> Inside | None:
-    """The parameters and buffers of a module, or the state of an optimizer; None where it is neither.
+    """Return the parameters and buffers of a module, or the state of an optimizer; None for other values.
 
-    They are what lies in the object, not what it says of itself.
+    They are read from the object itself, not from its methods.
     """
     if is_of(value, torch.nn.Module):
         found = _of_module(value)
@@ -196,7 +196,7 @@ def tensors_of(value: object) -> Inside | None:
 
 
 def _of_module(module: object, path: str = "", seen: set[int] | None = None) -> Iterator[tuple[str, object, str]]:
-    """What it has as tensors, and the modules inside it, each with its path and where it has it."""
+    """Yield the tensors of a module and the modules inside it, each with its path and the place it is kept in."""
     seen = {id(module)} if seen is None else seen
     own = _MODULE_VARIABLES.__get__(module)
     for kind in (_PARAMETERS, _BUFFERS):
@@ -210,7 +210,7 @@ def _of_module(module: object, path: str = "", seen: set[int] | None = None) -> 
 
 
 def children_of(module: object) -> Iterator[tuple[str, object]]:
-    """The modules directly inside a module, with their names."""
+    """Return the modules directly inside a module, with their names."""
     own = _MODULE_VARIABLES.__get__(module)
     return ((name, child) for name, child in pairs(dict.get(own, _MODULES)) if is_of(child, torch.nn.Module))
 
@@ -231,7 +231,7 @@ def _of_optimizer(optimizer: object) -> Iterator[tuple[str, object, str]]:
 
 
 def learning_rates(optimizer: object) -> list[float]:
-    """One for each group of an optimizer's parameters, where it is a number."""
+    """Return the learning rate of each parameter group, if it is a number."""
     groups = dict.get(_OPTIMIZER_VARIABLES.__get__(optimizer), "param_groups")
     rates: list[Any] = (
         [group.get("lr") for group in groups[:100] if type(group) is dict] if type(groups) is list else []
@@ -240,7 +240,7 @@ def learning_rates(optimizer: object) -> list[float]:
 
 
 def pairs(named: Any) -> list[tuple[str, object]]:
-    """What a plain dict has under names; of very many the first, one more than are looked at."""
+    """Return the named items of a plain dict; of very many, one more than are inspected."""
     if type(named) not in _DICTS:
         return []
     items: list[tuple[Any, object]] = list(itertools.islice(dict.items(named), MOST_PARTS + 1))

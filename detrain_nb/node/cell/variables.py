@@ -1,6 +1,6 @@
-"""What variables a rank has, and a look into one of them: answers to the notebook, as plain values that travel.
+"""The variables of a rank, and a preview of one of them: answers to the notebook, as plain values that travel.
 
-Nothing of the user's classes is run, and both are bounded in time, memory and size.
+No code of the user's classes is run, and both are bounded in time, memory and size.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ def answer_about(
     hidden: Mapping[Any, object],
     look_up: Callable[[str], object],
 ) -> dict[str, Any]:
-    """What the notebook wants to know of the variables in ``namespace``, but for those that are ``hidden`` there.
+    """Answer a request of the notebook about the variables in ``namespace``, without those that are ``hidden``.
 
-    ``{"names": PATTERNS, "limit_s": S}`` asks for all that fit one of the patterns (no pattern: all);
-    ``{"preview": NAME, "limit_s": S}`` for a look into one, which ``look_up`` finds. Raises: DetrainError for anything
-    else, and what ``look_up`` does.
+    ``{"names": PATTERNS, "limit_s": S}`` requests all that match a pattern (no pattern: all); ``{"preview": NAME,
+    "limit_s": S}`` a preview of one, which ``look_up`` finds. Raises: DetrainError for anything else; what ``look_up``
+    raises.
     """
     if not isinstance(wanted, dict) or not isinstance(limit_s := wanted.get("limit_s"), (int, float)):
-        raise DetrainError("this rank does not know what is asked of its variables")
+        raise DetrainError("this rank does not understand the request about its variables")
     deadline = time.monotonic() + min(float(limit_s), _LONGEST_LOOK_S)
     if isinstance(name := wanted.get("preview"), str):
         value = look_up(name)
@@ -43,7 +43,7 @@ def answer_about(
 
 
 def _own(namespace: Mapping[Any, object], hidden: Mapping[Any, object]) -> dict[str, object]:
-    """What the user has defined: nothing that was imported, that begins with ``_``, or that was there before."""
+    """Return what the user has defined: nothing imported, predefined, or with a leading ``_``."""
     return {
         name: value
         for name, value in list(namespace.items())
@@ -55,7 +55,7 @@ def _own(namespace: Mapping[Any, object], hidden: Mapping[Any, object]) -> dict[
 
 
 def _is_imported(value: object, namespace: Mapping[Any, object]) -> bool:
-    """A module, or a function or a class that is not of the user's cells."""
+    """Return whether it is a module, or a function or class not defined in the user's cells."""
     if is_of(value, type):
         return module_of(value) != "__main__"  # type: ignore[arg-type]
     if type(value) is types.FunctionType:
@@ -64,7 +64,7 @@ def _is_imported(value: object, namespace: Mapping[Any, object]) -> bool:
 
 
 def _describe_all(own: Mapping[str, object], patterns: Iterable[str], deadline: float) -> dict[str, Any]:
-    """Every variable that fits: those with an absurd name, and of very many the last ones, are only counted."""
+    """Describe all matching variables; those with absurd names, and the last of very many, are only counted."""
     patterns = list(patterns)
     names = [
         name
