@@ -283,7 +283,7 @@ def test_ranks_that_are_not_done_in_time_are_ended(
     assert program.stdout
     said = program.stdout.read()
     program.wait(LIMIT_S)
-    assert json.loads(said) == {"type": "failed", "text": "rank 0 was not done in time"}
+    assert json.loads(said) == {"type": "failed", "text": "rank 0 did not finish in time"}
     assert _have_ended(_ranks(tmp_path))
 
 

@@ -1,4 +1,4 @@
-"""The addresses of a node; in the texts of bootstrap.py and probe.py, and like them nothing newer than Python 3.7."""
+"""The addresses of a node; part of the texts of bootstrap.py and probe.py, so nothing newer than Python 3.7."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import struct
 
 
 def list_addresses() -> list[list[str]]:
-    """[interface, address], of every interface."""
+    """Return [interface, address] of every interface."""
     import fcntl
 
     found = []
@@ -22,7 +22,7 @@ def list_addresses() -> list[list[str]]:
         with open("/proc/net/if_inet6") as file:
             for line in file:
                 digits, _, _, scope, _, name = line.split()
-                if scope != "20":  # one of the link only needs its interface named
+                if scope != "20":  # a link-local one would need its interface named
                     found.append([name, socket.inet_ntop(socket.AF_INET6, bytes.fromhex(digits))])
     except OSError:
         pass

@@ -1,7 +1,7 @@
-"""The attach program: copies bytes between the notebook's SSH channel, its stdin and stdout, and the agent's socket.
+"""The attach program: copies bytes between the notebook's SSH channel (stdin and stdout) and the agent's socket.
 
-It starts the agent if it is asked to. Its end is nothing to the agent, which goes on. A notebook from which nothing
-comes any more has gone, also where nobody tells sshd so: then it hangs up, and another one may have the session.
+It starts the agent if asked to. The agent goes on when this program exits. A notebook that sends nothing any more has
+disappeared, even if sshd has not noticed: then this program hangs up, and another notebook may take the session.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ _READ_BYTES = 1 << 18
 
 
 def main(order: dict[str, Any], *, cache: str, code: list[str], hold: int) -> None:
-    """Serve the notebook until either side hangs up. ``code``: our own folder, then what is to be found last.
+    """Serve the notebook until either side hangs up. ``code``: our own folder, then folders to search last.
 
-    ``hold`` keeps others from removing it, until the agent has said that it uses it.
+    ``hold`` keeps others from removing our code until the agent has recorded that it uses it.
     """
     try:
         try:
@@ -61,14 +61,14 @@ def _connect(order: dict[str, Any], cache: Path, code: list[str]) -> socket.sock
         path = os.pathsep.join([code[0], *filter(None, [os.environ.get("PYTHONPATH")])])
         env = {"PYTHONPATH": path, EXTRA_PATH_VARIABLE: os.pathsep.join(code[1:])}
         return start_agent(folder, env=env, uses=uses)[1]
-    if not is_served(folder):  # an error of the disk tells nothing of it
-        remove_dead_agent(folder)  # who comes back to a node that was lost finds out here
-        raise SessionError(f"no session {session!r} runs there: its agent ended, or the machine was started anew")
+    if not is_served(folder):  # a disk error proves nothing
+        remove_dead_agent(folder)  # a notebook that returns to a lost node learns it here
+        raise SessionError(f"no session {session!r} runs there: its agent has exited, or the machine was restarted")
     return connect(folder)
 
 
 def _sessions_folder(cache: Path) -> Path:
-    """By host: machines may share the home."""
+    """Return the folder for sessions, one per host: machines may share the home."""
     folder = cache
     for name in ("run", platform.node()):
         folder /= name
@@ -78,7 +78,7 @@ def _sessions_folder(cache: Path) -> Path:
 
 
 def _copy_in(sock: socket.socket, silence_s: float) -> None:
-    """Until the notebook hangs up, or has said something once and then nothing for ``silence_s``."""
+    """Copy until the notebook hangs up, or has sent nothing for ``silence_s`` after its first bytes."""
     is_silent = False
     with contextlib.suppress(OSError):
         while not is_silent and (data := os.read(0, _READ_BYTES)):
@@ -87,7 +87,7 @@ def _copy_in(sock: socket.socket, silence_s: float) -> None:
     with contextlib.suppress(OSError):
         sock.shutdown(socket.SHUT_RDWR)
     if is_silent:
-        os._exit(0)  # the other thread may wait for room on the way to nobody
+        os._exit(0)  # the other thread may be blocked writing to the dead connection
 
 
 def _copy_out(sock: socket.socket) -> None:

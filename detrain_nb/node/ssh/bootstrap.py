@@ -1,10 +1,11 @@
-"""The first of our code on a node: sent as text to the node's Python, says what is there, unpacks what is missing, and
-becomes the attach program, copying/remote_program.py, or node/job/service.py. Standard library only; nothing newer than
-Python 3.7 before it has said what it is.
+"""The first of our code on a node: sent as text to the node's Python, reports what exists, and unpacks what is missing.
 
-What it says are lines of JSON on stdout, behind a line that nothing else prints; what it is told are lines of JSON on
-stdin. See deploy/bootstrapped_node.py. A notebook that comes back to many nodes waits for all of them to have done
-this: what only some of them need is imported where they do.
+It then becomes the attach program, copying/remote_program.py, or node/job/service.py. Standard library only; nothing
+newer than Python 3.7 before it has reported its version.
+
+It writes lines of JSON to stdout, after a line that nothing else prints, and reads lines of JSON from stdin. See
+deploy/bootstrapped_node.py. A notebook that returns to many nodes waits for this program on all of them: imports that
+only some tasks need are in these tasks.
 """
 
 from __future__ import annotations
@@ -25,17 +26,17 @@ from detrain_nb.node.ssh.addresses import list_addresses
 MAGIC = b"\ndetrain-nb bootstrap 1\n"
 OLDEST_PYTHON = (3, 10)
 HOLD_LIMIT_S = 30.0
-LIST_NAME = ".files.json"  # in a folder of code: what else is in it, with sizes
+LIST_NAME = ".files.json"  # in a folder of code: the other files in it, with sizes
 
 
 def main() -> None:
-    """Say what is there, then do what the notebook asks for, line by line, until it says where to attach."""
+    """Report the state of this node, then follow the notebook's orders until one says what to become."""
     sys.stdout.buffer.write(MAGIC)
     if sys.version_info < OLDEST_PYTHON:
         needed = ".".join(map(str, OLDEST_PYTHON))
         found = platform.python_version()
-        _fail(f"Python {found} ({sys.executable}) is too old: name one of {needed} or newer")
-    users_umask = os.umask(0o077)  # what this program makes is ours
+        _fail(f"Python {found} ({sys.executable}) is too old: choose Python {needed} or newer")
+    users_umask = os.umask(0o077)  # private: only this user may read or change our files
     cache = _find_folder()
     hold = _hold(cache)
     _say("facts", **_look_around(cache))
@@ -50,7 +51,7 @@ def main() -> None:
             break
     code = [os.path.join(cache, digest) for digest in order["code"]]
     os.umask(users_umask)
-    sys.path[:0] = code[:1]  # what is imported now is from there
+    sys.path[:0] = code[:1]  # import from there from now on
     if order["type"] == "files":
         from detrain_nb.copying.remote_program import main as serve_files
 
@@ -59,7 +60,7 @@ def main() -> None:
         from detrain_nb.node.job.service import main as serve_jobs
 
         os.environ["PYTHONPATH"] = os.pathsep.join([code[0], *filter(None, [os.environ.get("PYTHONPATH")])])
-        os.utime(code[0])  # it counts as used for a month; a job that takes longer says so itself
+        os.utime(code[0])  # counts as use for a month; a longer job renews it itself
         os.close(hold)
         serve_jobs()
     else:
@@ -69,7 +70,7 @@ def main() -> None:
 
 
 def _unpack(order: dict[str, Any], cache: str) -> None:
-    """An archive that the notebook sends now becomes a folder, at once and whole."""
+    """Turn an archive, which the notebook sends next, into a folder, atomically."""
     import tempfile
     import zipfile
 
@@ -79,14 +80,14 @@ def _unpack(order: dict[str, Any], cache: str) -> None:
             _copy_exactly(order["size"], file)
         _unpack_whole(path, os.path.join(cache, order["digest"]), order["digest"])
     except (OSError, zipfile.BadZipFile, ValueError) as exc:
-        _fail(f"our code cannot be unpacked in {cache}: {exc}")
+        _fail(f"cannot unpack detrain_nb in {cache}: {exc}")
     finally:
         os.unlink(path)
     _say("unpacked")
 
 
 def _unpack_whole(archive: str, folder: str, digest: str) -> None:
-    """Have it all on the disk before it gets its name: power may fail at any moment."""
+    """Write everything to disk before the folder gets its name: power may fail at any moment."""
     import hashlib
     import shutil
     import tempfile
@@ -115,7 +116,7 @@ def _unpack_whole(archive: str, folder: str, digest: str) -> None:
 
 
 def _mend(folder: str, made: str, sizes: dict[str, int]) -> None:
-    """Replace file by file what is not whole: ranks of other sessions may import from there now."""
+    """Replace broken files one by one: ranks of other sessions may be importing from the folder."""
     for name in [*_find_broken(folder, sizes), LIST_NAME]:
         path = os.path.join(folder, name)
         os.makedirs(os.path.dirname(path), exist_ok=True)
@@ -130,7 +131,7 @@ def _sync_tree(folder: str) -> None:
 
 
 def _sync(path: str) -> None:
-    """A file, or the names in a folder, is on the disk."""
+    """Flush a file, or the names in a folder, to disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -139,7 +140,7 @@ def _sync(path: str) -> None:
 
 
 def _is_whole(folder: str) -> bool:
-    """No file of that code is missing or cut off; an older version of ours, or a crash, has left no list of them."""
+    """Return whether no file of that code is missing or truncated; a folder without a list is not whole."""
     try:
         with open(os.path.join(folder, LIST_NAME), encoding="utf-8") as file:
             return not _find_broken(folder, json.load(file))
@@ -167,18 +168,18 @@ def _copy_exactly(size: int, file: IO[bytes]) -> None:
         size -= len(data)
 
 
-# ---- what is there
+# ---- the state of the node
 
 
 def _find_folder() -> str:
-    """Where our code and our sessions live: in the home, or, where that cannot be written, among temporary files."""
+    """Return the folder for our code and sessions: in the home or, if that is not writable, in the temporary folder."""
     tried = []
     for wanted in _possible_folders():
         folder = os.path.join(os.path.realpath(os.path.dirname(wanted)), os.path.basename(wanted))
         try:
             parent = find_guest_parent(Path(folder))
             if parent:
-                tried.append(f"{folder}: others can put another one in its place, as they can write {describe(parent)}")
+                tried.append(f"{folder}: others could replace it, as they can write to {describe(parent)}")
                 continue
             try:
                 os.makedirs(folder, mode=0o700)
@@ -193,7 +194,7 @@ def _find_folder() -> str:
             return folder
         except OSError as exc:
             tried.append(f"{folder}: {exc.strerror or exc}")
-    return _fail("there is no folder for our code: " + "; ".join(tried))
+    return _fail("no folder for detrain_nb can be used: " + "; ".join(tried))
 
 
 def _possible_folders() -> Iterator[str]:
@@ -205,7 +206,7 @@ def _possible_folders() -> Iterator[str]:
 
 
 def _hold(cache: str) -> int:
-    """Until this is closed nobody removes what is there, see leftovers.py."""
+    """Share the lock of our folder: until it is closed, nothing in the folder is removed; see cache_cleanup.py."""
     import fcntl
 
     lock = os.open(os.path.join(cache, ".lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
@@ -214,16 +215,16 @@ def _hold(cache: str) -> int:
         try:
             fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
             return lock
-        except BlockingIOError:  # for the moment that it takes to give things other names
+        except BlockingIOError:  # held for the moment that renaming takes
             if time.monotonic() >= deadline:
                 _fail(f"{cache}/.lock is held by another process: end it")
             time.sleep(0.01)
-        except OSError:  # no locks there: nobody can hold it alone either
+        except OSError:  # no locks there: no process can hold it exclusively either
             return lock
 
 
 def _what_lets_others_in(folder: str) -> str:
-    """Our code must not be theirs; empty when nothing does."""
+    """Return why others could change our code; empty if they cannot."""
     state = os.lstat(folder)
     if not stat.S_ISDIR(state.st_mode):
         return "is not a directory: remove it"
@@ -250,13 +251,13 @@ def _look_around(cache: str) -> dict[str, Any]:
 
 
 def _find_versions(names: list[str]) -> dict[str, str]:
-    """Of what is installed there, without importing it; empty for what is not."""
+    """Return the versions of installed packages without importing them; empty for missing ones."""
     found: dict[str, str] = {}
     for folder in sys.path:
         try:
             entries = os.listdir(folder or ".")
         except OSError:
-            continue  # there may be no such folder, or it is an archive
+            continue  # it may not exist, or be an archive
         for entry in entries:
             name, _, rest = entry.partition("-")
             if rest.endswith(".dist-info") and name.lower() in names:
@@ -265,7 +266,7 @@ def _find_versions(names: list[str]) -> dict[str, str]:
 
 
 def _find_version(name: str) -> str:
-    """Of what was installed in another way."""
+    """Return the version of a package that was installed in another way."""
     from importlib import metadata, util
 
     try:

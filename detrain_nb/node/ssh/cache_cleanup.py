@@ -1,8 +1,8 @@
-"""What earlier sessions have left in our folder on a node: it goes when nobody has used it for a month.
+"""The removal of files that earlier sessions left in our folder on a node, a month after their last use.
 
-Versions of our code; work folders of ours that hold only what came from a notebook; notes of what came to folders that
-are gone; agents' folders of machines that shared the home. Who begins to use the folder shares its lock, from before it
-looks what is there until its agent has said what it uses of it; names change only while nobody does.
+These are versions of our code; our work folders with nothing but files sent by a notebook; notes on what was sent to
+folders that no longer exist; agents' folders of machines that shared the home. A process that starts to use the folder
+shares its lock, from its first look until its agent has recorded what it uses; renames need the lock exclusively.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _NOTE = re.compile(r"[0-9a-f]{32}\.json(\.lock)?")
 
 
 def touch(cache: Path, used: Iterable[str]) -> None:
-    """Those of ``used`` that are ours, below ``cache``, are in use now."""
+    """Mark those of ``used`` that are ours, directly under ``cache``, as in use now."""
     for path in map(Path, used):
         if path.parent in (cache, cache / "work"):
             with contextlib.suppress(OSError):
@@ -41,8 +41,8 @@ def touch(cache: Path, used: Iterable[str]) -> None:
 
 
 def clean_up(cache: Path) -> None:
-    """Remove what nobody has used for a month; once a day is enough. Where somebody begins a session, another time."""
-    with contextlib.suppress(OSError, ValueError, TypeError):  # an agent that does not say what it uses, a full disk
+    """Remove what was unused for a month, at most once a day; not now if a session is about to start."""
+    with contextlib.suppress(OSError, ValueError, TypeError):  # an agent without a record of what it uses, a full disk
         if time.time() - (cache / LOCK_NAME).stat().st_mtime < _GAP_S:
             return
         found = [folder for folder in _entries(cache / "work", _is_work) if _may_go(cache, folder)]
@@ -63,16 +63,16 @@ def clean_up(cache: Path) -> None:
                 path.unlink(missing_ok=True)
         for folder, aside in work:
             _remove_sent(cache, aside)
-            if aside.exists():  # somebody has put something there at the last moment
+            if aside.exists():  # a file was added at the last moment
                 aside.rename(folder)
 
 
-# ---- who uses what
+# ---- use
 
 
 @contextlib.contextmanager
 def _alone(cache: Path) -> Iterator[bool]:
-    """Nobody else looks what is there, or changes it; False where somebody does."""
+    """Lock the folder exclusively, so that nothing reads or changes it; False if it is in use."""
     lock = take_lock(cache / LOCK_NAME)
     try:
         yield lock is not None
@@ -82,9 +82,9 @@ def _alone(cache: Path) -> Iterator[bool]:
 
 
 def _in_use(cache: Path) -> set[str]:
-    """What live agents have said that they use, on this machine and on others that share the home.
+    """Return what live agents use, by their records, on this machine and on others that share the home.
 
-    Raises: OSError, ValueError, TypeError where one does not say it.
+    Raises: OSError, ValueError, TypeError when one has no valid record.
     """
     used: set[str] = set()
     for folder in (cache / "run").glob("*/*"):
@@ -98,7 +98,7 @@ def _is_unused(path: Path, used: set[str]) -> bool:
 
 
 def _is_old(path: Path) -> bool:
-    """What is not there is."""
+    """Return whether it was unused for a month, or is missing."""
     try:
         return time.time() - path.lstat().st_mtime > _UNUSED_S
     except FileNotFoundError:
@@ -106,7 +106,7 @@ def _is_old(path: Path) -> bool:
 
 
 def _entries(folder: Path, is_name: Callable[[str], object], *, can_be_file: bool = False) -> list[Path]:
-    """The folders in ``folder`` that are ours by owner and name; links are nobody's."""
+    """Return the folders in ``folder`` that are ours by owner and name; links never are."""
     found = []
     with contextlib.suppress(FileNotFoundError), os.scandir(folder) as entries:
         for entry in entries:
@@ -122,7 +122,7 @@ def _is_work(name: str) -> bool:
 
 
 def _remove_dead_agents_of_others(cache: Path) -> None:
-    """Those of this machine go at every start. Locks may be of one machine only, so others' have to be old as well."""
+    """Remove old folders of other machines' dead agents: their locks may be invisible here. Ours go at each start."""
     for host in _entries(cache / "run", lambda name: name != platform.node()):
         for folder in _entries(host, lambda name: not name.startswith(".") or name.startswith(ENDED_PREFIX)):
             if _is_old(folder) and all(_is_old(path) for path in folder.iterdir()):
@@ -132,16 +132,16 @@ def _remove_dead_agents_of_others(cache: Path) -> None:
                 host.rmdir()
 
 
-# ---- what goes
+# ---- removal
 
 
 def _put_aside(folder: Path) -> Path:
-    """Under a name that nobody looks for: what is left of it when we are ended goes another day."""
+    """Rename to a name that nothing looks for: what remains if we are killed is removed another day."""
     return folder.rename(folder.with_name(f"{_OLD}{folder.name}-{uuid.uuid4().hex[:8]}"))
 
 
 def _put_work_aside(cache: Path, folder: Path) -> Path:
-    """Its note goes with it, since that says what in it is ours."""
+    """Rename a work folder together with its note, which lists what in it is ours."""
     if folder.name.startswith(_OLD):
         return folder
     aside, note = _put_aside(folder), note_path(cache, folder)
@@ -152,9 +152,9 @@ def _put_work_aside(cache: Path, folder: Path) -> Path:
 
 
 def _may_go(cache: Path, folder: Path) -> bool:
-    """Nobody has used a work folder for long, and it holds nothing that did not come from a notebook.
+    """Return whether a work folder is long unused, and holds only files from a notebook.
 
-    One that does is looked at again in a month.
+    One with other files is checked again in a month.
     """
     note = note_path(cache, folder)
     if not (_is_old(folder) and _is_old(note)):
@@ -168,7 +168,7 @@ def _may_go(cache: Path, folder: Path) -> bool:
 
 
 def _files_in(folder: Path) -> Iterator[str]:
-    """All that is no folder, links to one among it. Raises: OSError for a folder that cannot be read."""
+    """Yield everything but folders, including links to folders. Raises: OSError for an unreadable folder."""
 
     def refuse(error: OSError) -> None:
         raise error
@@ -179,7 +179,7 @@ def _files_in(folder: Path) -> Iterator[str]:
 
 
 def _is_sent(folder: Path, path: str, sent: dict[str, Sent]) -> bool:
-    """It came from a notebook, and is as it came, or Python compiled it from what did."""
+    """Return whether it came from a notebook and is unchanged, or was compiled by Python from such a file."""
     name = os.path.relpath(path, folder)
     if name in sent:
         return sent[name].is_ours and sent[name].is_untouched(lstat(path))
@@ -191,7 +191,7 @@ def _is_sent(folder: Path, path: str, sent: dict[str, Sent]) -> bool:
 
 
 def _remove_sent(cache: Path, folder: Path) -> None:
-    """Remove a work folder with what came from a notebook, and its note; what else is there by now stays."""
+    """Remove a work folder with the files from a notebook, and its note; files added meanwhile stay."""
     note = note_path(cache, folder)
     _, sent = read_note(note)
     for path in _files_in(folder):
@@ -204,13 +204,13 @@ def _remove_sent(cache: Path, folder: Path) -> None:
 
 
 def _remove_notes(cache: Path, used: set[str]) -> None:
-    """Those of folders that are gone. A folder of the user's keeps its own: by it we know what there is ours."""
+    """Remove notes of missing folders. Folders of the user keep theirs: they list our files."""
     kept = {note_path(cache, folder) for folder in _entries(cache / "work", _is_work)}
     with contextlib.suppress(FileNotFoundError), os.scandir(cache / "sync") as entries:
         for path in [Path(entry.path) for entry in entries if entry.is_file(follow_symlinks=False)]:
             if path in kept or not _is_old(path):
                 continue
-            if not _NOTE.fullmatch(path.name):  # a draft that was broken off
+            if not _NOTE.fullmatch(path.name):  # an unfinished draft
                 path.unlink()
             elif path.suffix == ".json" and _is_of_none(path, used):
                 _remove_note(path)
@@ -219,7 +219,7 @@ def _remove_notes(cache: Path, used: set[str]) -> None:
 
 
 def _is_of_none(note: Path, used: set[str]) -> bool:
-    """The folder of a note is gone. One whose parent is gone as well may be on a disk that is not there now."""
+    """Return whether the folder of a note is missing. If its parent is too, its disk may just be unmounted."""
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         folder = json.loads(note.read_text(encoding="utf-8"))["folder"]
         return (
@@ -231,9 +231,9 @@ def _is_of_none(note: Path, used: set[str]) -> bool:
 
 
 def _remove_note(note: Path) -> None:
-    """With its lock, where nobody holds that."""
+    """Remove a note with its lock, unless the lock is held."""
     path, lock = Path(f"{note}.lock"), None
-    with contextlib.suppress(FileNotFoundError):  # nothing was ever noted
+    with contextlib.suppress(FileNotFoundError):  # no note was ever written
         lock = take_lock(path, is_new=True)
     if lock is not None:
         try:

@@ -1,7 +1,7 @@
-"""Whether what is detached goes on when its user logs out; in the text of probe.py, and like it nothing newer than 3.7.
+"""A check whether detached processes survive the user's logout; part of the text of probe.py, so Python 3.7 as well.
 
-systemd's logind may end all processes of a login (KillUserProcesses). A scope of the user's own manager is spared
-where that manager stays (linger).
+systemd's logind may end all processes of a login (KillUserProcesses). A scope of the user's own manager survives if
+that manager stays (linger).
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ _LOGIND_BYTES = 1 << 16
 
 
 def look_at_logout(root: str = "/", user: str = "") -> dict[str, object]:
-    """What logind does at the end of a login of ``user`` (who runs this), by its files below ``root``."""
+    """Return what logind does at the end of a login of ``user`` (default: the caller), by its files under ``root``."""
     user = user or pwd.getpwuid(os.getuid()).pw_name
-    if not os.path.isdir(os.path.join(root, "run/systemd/seats")):  # logind makes it
+    if not os.path.isdir(os.path.join(root, "run/systemd/seats")):  # logind creates it
         return {"kills": False, "lingers": False, "user": user}
     said = _read_logind(root)
     only, spared = said.get("KillOnlyUsers", ""), said.get("KillExcludeUsers", "root")
@@ -29,11 +29,11 @@ def look_at_logout(root: str = "/", user: str = "") -> dict[str, object]:
 
 
 def _read_logind(root: str) -> dict[str, str]:
-    """The last that is said of each setting. What a distribution has built in stands in its file, as a comment."""
+    """Return the effective value of each setting. A distribution's built-in values are comments in its file."""
     folders = [os.path.join(root, folder) for folder in _FOLDERS]
     first = next((path for path in (f"{folder}/logind.conf" for folder in folders) if os.path.exists(path)), "")
     drop_ins: dict[str, str] = {}
-    for folder in reversed(folders):  # one in /etc takes the place of one of its name elsewhere
+    for folder in reversed(folders):  # one in /etc replaces one of the same name elsewhere
         drop_ins.update({os.path.basename(path): path for path in glob.glob(f"{folder}/logind.conf.d/*.conf")})
     built_in: dict[str, str] = {}
     said: dict[str, str] = {}

@@ -1,8 +1,8 @@
-"""What a node is and has, and how it reaches the others, for the doctor: sent as text to the node's Python.
+"""The doctor's probe of a node and of its connections to the others: sent as text to the node's Python.
 
-Standard library only, and nothing newer than Python 3.7: an old Python says what it is. It looks, and writes nothing,
-until it is told to fix. Orders are lines of JSON on stdin; each is answered, behind a magic line, by one on stdout of
-the same type. See doctor/host_probe.py.
+Standard library only, and nothing newer than Python 3.7, so that an old Python can report its version. It only reads
+until it is ordered to fix something. Orders are lines of JSON on stdin; each is answered, after a magic line, by a line
+of the same type on stdout. See doctor/host_probe.py.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ from detrain_nb.node.system.cgroups import Cgroup, find_groups, read_mounts
 from detrain_nb.node.system.proc_files import read
 
 MAGIC = b"\ndetrain-nb probe 1\n"
-SILENCE_LIMIT_S = 600  # without an order, or in the middle of one, it ends
-LOOK_LIMIT_S = 5.0  # for each thing it looks at: a home on a dead server answers nobody
+SILENCE_LIMIT_S = 600  # without an order, or within one, it exits
+LOOK_LIMIT_S = 5.0  # for each check: a home on a dead file server never answers
 PEER_LIMIT_S = 20.0
-STALL_LIMIT_S = 6.0  # a transfer that has not moved for so long is over
+STALL_LIMIT_S = 6.0  # a transfer without progress for so long is aborted
 MOST_PEERS_AT_ONCE = 64
 PINGS = 5
 PINGS_LIMIT_S = 0.5
@@ -62,7 +62,7 @@ def main() -> None:
         signal.alarm(SILENCE_LIMIT_S)
         line = sys.stdin.buffer.readline()
         if not line:
-            os._exit(0)  # a thread that hangs keeps nothing up
+            os._exit(0)  # not sys.exit(): a thread may hang
         order = json.loads(line.decode())
         try:
             answer = dict(handlers[order["type"]](order), type=order["type"])
@@ -82,7 +82,7 @@ def _describe(error: Exception) -> str:
     return str(getattr(error, "strerror", None) or error) or type(error).__name__
 
 
-# ---- what it is and has
+# ---- properties of the node
 
 
 def _look(order: dict[str, Any]) -> dict[str, Any]:
@@ -105,7 +105,7 @@ def _look(order: dict[str, Any]) -> dict[str, Any]:
         "python_version": list(sys.version_info[:3]),
         "system": " ".join((platform.system(), platform.release(), platform.machine())),
         "host": platform.node(),
-        "descriptors": resource.getrlimit(resource.RLIMIT_NOFILE)[0] % (1 << 31),  # -1 is no limit
+        "descriptors": resource.getrlimit(resource.RLIMIT_NOFILE)[0] % (1 << 31),  # -1 means no limit
         "reached_at": "".join(os.environ.get("SSH_CONNECTION", "").split(" ")[2:3]),
     }
     answer.update(_all_at_once(parts, LOOK_LIMIT_S))
@@ -113,13 +113,13 @@ def _look(order: dict[str, Any]) -> dict[str, Any]:
 
 
 def _all_at_once(jobs: Mapping[str, Callable[[], dict[str, Any]]], limit_s: float) -> dict[str, dict[str, Any]]:
-    """Do each job in a thread of its own; one that fails, or does not end, has an error as its result."""
+    """Run each job in its own thread; the result of one that fails or hangs is an error."""
     found: dict[str, dict[str, Any]] = {}
 
     def do(name: str) -> None:
         try:
             found[name] = jobs[name]()
-        except Exception as exc:  # noqa: BLE001 - whatever it is, it belongs into the answer
+        except Exception as exc:  # noqa: BLE001 - whatever it is, the answer reports it
             found[name] = {"error": _describe(exc)}
 
     threads = [threading.Thread(target=do, args=(name,), daemon=True) for name in jobs]
@@ -133,7 +133,7 @@ def _all_at_once(jobs: Mapping[str, Callable[[], dict[str, Any]]], limit_s: floa
 
 
 def _look_at_torch() -> dict[str, Any]:
-    """Its versions as they are written down: an import would take seconds."""
+    """Read the versions of torch from its files: importing it would take seconds."""
     folder = _find_package("torch")
     if folder is None:
         return {"version": "", "cuda": "", "nccl": ""}
@@ -145,7 +145,7 @@ def _look_at_torch() -> dict[str, Any]:
 
 
 def _find_nccl(torch: str) -> str:
-    """The version of the NCCL that comes with torch, or of the system's; empty when it is built into torch."""
+    """Return the version of torch's own NCCL, or of the system's; empty if it is built into torch."""
     beside = os.path.dirname(torch)
     for path in glob.glob(os.path.join(beside, "nvidia_nccl_cu*.dist-info")):
         return os.path.basename(path)[: -len(".dist-info")].split("-")[1]
@@ -156,13 +156,13 @@ def _find_nccl(torch: str) -> str:
 
 
 def _find_package(name: str) -> str | None:
-    """The folder of a package, which is not imported."""
+    """Return the folder of a package without importing it."""
     spec = importlib.util.find_spec(name)
     return os.path.dirname(spec.origin) if spec is not None and spec.origin else None
 
 
 def _find_version(name: str) -> str:
-    """The version of the distribution that a package came with; empty where it is not installed."""
+    """Return the version of a package's distribution; empty if it is not installed."""
     folder = _find_package(name)
     if folder is None:
         return ""
@@ -187,7 +187,7 @@ class _ProcessInfo(ctypes.Structure):
 
 
 def _look_at_gpus() -> dict[str, Any]:
-    """Asked of NVML: whoever calls CUDA takes memory of every GPU."""
+    """Query NVML: calling CUDA would take memory on every GPU."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
     try:
         nvml = ctypes.CDLL("libnvidia-ml.so.1")
@@ -234,7 +234,7 @@ def _ask_nvml(nvml: ctypes.CDLL, index: int) -> dict[str, Any]:
 
 
 def _list_users(nvml: ctypes.CDLL, device: ctypes.c_void_p) -> list[dict[str, Any]]:
-    """The processes that compute on a GPU; none where the driver does not say."""
+    """Return the processes that compute on a GPU; none if the driver does not list them."""
     for ask in ("nvmlDeviceGetComputeRunningProcesses_v3", "nvmlDeviceGetComputeRunningProcesses_v2"):
         if not hasattr(nvml, ask):
             continue
@@ -246,10 +246,10 @@ def _list_users(nvml: ctypes.CDLL, device: ctypes.c_void_p) -> list[dict[str, An
 
 
 def _describe_user(info: _ProcessInfo) -> dict[str, Any]:
-    used = info.used if info.used < 1 << 62 else 0  # all bits are set where it is not known
+    used = info.used if info.used < 1 << 62 else 0  # all bits are set if unknown
     try:
         uid = os.stat(f"/proc/{info.pid}").st_uid
-    except OSError:  # of another container
+    except OSError:  # in another container
         return {"pid": info.pid, "user": "", "command": "", "used": used}
     try:
         user = pwd.getpwuid(uid).pw_name
@@ -259,7 +259,7 @@ def _describe_user(info: _ProcessInfo) -> dict[str, Any]:
 
 
 def _ask_nvidia_smi() -> list[dict[str, Any]]:
-    """Where the library is not found by its name; no GPUs where the command is not either."""
+    """Query nvidia-smi if the library is not found; no GPUs if that command is missing too."""
     command = ["nvidia-smi", "--query-gpu=name,memory.total,memory.used", "--format=csv,noheader,nounits"]
     try:
         said = subprocess.run(
@@ -284,12 +284,12 @@ def _look_at_disk(path: str) -> dict[str, Any]:
 def _look_at_shared_memory() -> dict[str, Any]:
     found = _look_at_disk("/dev/shm")
     if not os.access("/dev/shm", os.W_OK | os.X_OK):
-        raise OSError("/dev/shm cannot be written")
+        raise OSError("/dev/shm is not writable")
     return found
 
 
 def _look_at_folder() -> dict[str, Any]:
-    """The folder in which our code and our sessions would live, and the one that stands in for it (bootstrap.py)."""
+    """Check the folder for our code and sessions, and its substitute (bootstrap.py)."""
     first, second = _folders()
     return {"path": first, "state": _judge(first), "other": second, "other_state": _judge(second)}
 
@@ -301,7 +301,7 @@ def _folders() -> tuple[str, str]:
 
 
 def _judge(folder: str) -> str:
-    """One of: private, absent, loose, foreign, no folder, not writable."""
+    """Return one of: private, absent, loose, foreign, no folder, not writable."""
     try:
         state = os.lstat(folder)
     except FileNotFoundError:
@@ -340,7 +340,7 @@ def _least(limits: Iterable[float | None]) -> float | None:
 
 
 def _read(path: str) -> str:
-    """A text file; empty where it cannot be read."""
+    """Read a text file; empty if that fails."""
     try:
         with open(path, encoding="utf-8", errors="replace") as file:
             return file.read(1 << 20)
@@ -348,11 +348,11 @@ def _read(path: str) -> str:
         return ""
 
 
-# ---- what it may mend
+# ---- what it may fix
 
 
 def _fix(order: dict[str, Any]) -> dict[str, Any]:
-    """Make our folder, or close it to others where it is ours; nothing else."""
+    """Create our folder, or close it to others if it is ours; nothing else."""
     folder = _folders()[0]
     state = _judge(folder)
     os.umask(0o077)
@@ -370,11 +370,11 @@ def _fix(order: dict[str, Any]) -> dict[str, Any]:
     return {"done": ""}
 
 
-# ---- the ways between nodes
+# ---- connections between nodes
 
 
 def _listen(order: dict[str, Any]) -> dict[str, Any]:
-    """Listen on one address, as long as this program runs, to those who have the token."""
+    """Listen on one address, for peers with the token, as long as this program runs."""
     family = socket.AF_INET6 if ":" in order["address"] else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.bind((order["address"], 0))
@@ -394,7 +394,7 @@ def _accept(listener: socket.socket, token: bytes) -> None:
 
 
 def _serve(sock: socket.socket, token: bytes, places: threading.BoundedSemaphore) -> None:
-    """One who connected: the two halves of the token are exchanged, then pings and bulk, as the other side wants."""
+    """Serve one peer: exchange the halves of the token, then answer its pings and transfers."""
     half = len(token) // 2
     try:
         with sock:
@@ -412,7 +412,7 @@ def _serve(sock: socket.socket, token: bytes, places: threading.BoundedSemaphore
 
 
 def _take(sock: socket.socket, size: int) -> float:
-    """Receive ``size`` bytes; returns how many arrived in a second, counted from the first that did."""
+    """Receive ``size`` bytes; returns bytes per second, counted from the first arrival."""
     buffer = memoryview(bytearray(CHUNK_BYTES))
     began, first, left = 0.0, 0, size
     while left:
@@ -427,7 +427,7 @@ def _take(sock: socket.socket, size: int) -> float:
 
 
 def _reach(order: dict[str, Any]) -> dict[str, Any]:
-    """Connect to the other nodes, all at once."""
+    """Connect to all other nodes at once."""
     limit_s = float(order["within_s"])
     jobs = {str(number): partial(_ping, peer, limit_s) for number, peer in enumerate(order["peers"])}
     found = _all_at_once(jobs, limit_s + 1.0)
@@ -440,7 +440,7 @@ def _ping(peer: dict[str, Any], limit_s: float) -> dict[str, Any]:
 
 
 def _time_round_trip(sock: socket.socket, most: int) -> float:
-    """The shortest of a few; of fewer where each takes long."""
+    """Return the shortest of several round trips; fewer if they are slow."""
     times_s: list[float] = []
     while len(times_s) < most and sum(times_s) < PINGS_LIMIT_S:
         began = time.monotonic()
@@ -451,9 +451,9 @@ def _time_round_trip(sock: socket.socket, most: int) -> float:
 
 
 def _send(order: dict[str, Any]) -> dict[str, Any]:
-    """Bytes a second that arrive at another node, over one connection."""
+    """Measure how many bytes per second arrive at another node over one connection."""
     deadline = time.monotonic() + float(order["within_s"])
-    chunk = memoryview(os.urandom(CHUNK_BYTES))  # which nothing on the way can compress
+    chunk = memoryview(os.urandom(CHUNK_BYTES))  # random: incompressible
     with _connect(order["peer"], STALL_LIMIT_S) as sock:
         sock.settimeout(STALL_LIMIT_S)
         round_trip_s = _time_round_trip(sock, 1)
@@ -469,7 +469,7 @@ def _send(order: dict[str, Any]) -> dict[str, Any]:
 
 
 def _connect(peer: dict[str, Any], limit_s: float) -> socket.socket:
-    """A connection to the program on another node, which has shown that it is that one."""
+    """Connect to the probe on another node, which has proved its identity."""
     token = peer["token"].encode()
     half = len(token) // 2
     sock = socket.create_connection((peer["address"], peer["port"]), timeout=limit_s)
@@ -477,10 +477,10 @@ def _connect(peer: dict[str, Any], limit_s: float) -> socket.socket:
         _tune(sock, limit_s)
         sock.sendall(token[:half])
         if _receive(sock, half) != token[half:]:
-            raise OSError("another program answers there")
+            raise OSError("another program answers at that port")
     except EOFError:
         sock.close()
-        raise OSError("another program answers there") from None
+        raise OSError("another program answers at that port") from None
     except OSError:
         sock.close()
         raise
@@ -503,7 +503,7 @@ def _receive(sock: socket.socket, size: int) -> bytes:
 
 
 def _sink(order: dict[str, Any]) -> dict[str, Any]:
-    """Take bytes from the notebook, which knows by the answer that all have come."""
+    """Receive bytes from the notebook; the answer confirms that all have arrived."""
     stdin: Any = sys.stdin.buffer
     left, began, first = int(order["size"]), 0.0, 0
     while left:

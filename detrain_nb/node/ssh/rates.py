@@ -1,4 +1,4 @@
-"""How fast a connection is: for the text of probe.py, and for the doctor in the notebook."""
+"""The measurement of the speed of a connection: for the text of probe.py, and for the doctor in the notebook."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ _SETTLED_GAIN = 1.25
 
 
 def find_rate(transfer: Callable[[int], float], *, round_trip_s: float, deadline: float, most_bytes: int) -> float:
-    """Bytes a second: ``transfer(size)`` is called with ever larger sizes, until it takes a while.
+    """Return bytes per second: call ``transfer(size)`` with growing sizes until it takes long enough.
 
-    Where a round trip is long, until sending more is no faster too: TCP begins slowly. ``transfer`` returns the rate as
-    the other side saw it, or 0 where that is not known.
+    With long round trips, also until larger sizes are no faster: TCP starts slowly. ``transfer`` returns the rate seen
+    by the other side, or 0 if unknown.
     """
     size, before = _FIRST_BYTES, 0.0
     while True:

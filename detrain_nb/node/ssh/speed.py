@@ -1,8 +1,8 @@
-"""How fast the ranks of a node are, all at once, for the doctor: sent as text to the node's Python.
+"""The doctor's measurement of how fast the ranks of a node are, all at once: sent as text to the node's Python.
 
-Nothing but the standard library and the torch that is there, and nothing newer than Python 3.7. It writes nothing. One
-line of JSON on stdin is the order, one on stdout the answer, behind a magic line. All of its processes end within the
-time that the order gives, and when the notebook hangs up. See doctor/host_probe.py.
+Only the standard library and the installed torch, and nothing newer than Python 3.7. It writes no files. The order is a
+line of JSON on stdin, the answer one on stdout, after a magic line. All its processes exit within the time given by the
+order, and when the notebook hangs up. See doctor/host_probe.py.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from typing import Any
 MAGIC = b"\ndetrain-nb speed 1\n"
 ORDER_LIMIT_S = 60
 ROUNDS = 4
-ROUND_S = 0.25  # longer than the 0.1 s in which a cgroup has its share of a processor
-# A piece of work: the product of two square matrices, and passes over memory, in float32; 64 times as much on a GPU.
+ROUND_S = 0.25  # longer than the 0.1 s over which a cgroup's CPU quota applies
+# A unit of work: the product of two square matrices, and passes over memory, in float32; 64 times as much on a GPU.
 CPU_WORK = (1024, 1 << 22, 1)
 GPU_WORK = (4096, 1 << 24, 16)
 
 
 def main() -> None:
-    """Take the order, have all ranks work at once, and say how fast each was."""
+    """Read the order, have all ranks work at once, and report how fast each was."""
     signal.alarm(ORDER_LIMIT_S)
     sys.stdout.buffer.write(MAGIC)
     sys.stdout.buffer.flush()
@@ -45,7 +45,7 @@ def main() -> None:
 
 
 def _time_ranks(gpus: list[int | None], threads: int, limit_s: int) -> list[float]:
-    """A rank for each of ``gpus``; they have all imported torch before one of them begins."""
+    """Start a rank for each of ``gpus``; none begins to work before all have imported torch."""
     deadline = time.monotonic() + limit_s
     begin, let_begin = os.pipe()
     ranks: list[_Rank] = []
@@ -62,7 +62,7 @@ def _time_ranks(gpus: list[int | None], threads: int, limit_s: int) -> list[floa
 
 
 class _Rank:
-    """A process that does what a rank would, and says lines of JSON."""
+    """A process that works like a rank, and sends lines of JSON."""
 
     def __init__(self, number: int, gpu: int | None, threads: int, limit_s: int, start: tuple[int, int]) -> None:
         ours, theirs = os.pipe()
@@ -75,19 +75,19 @@ class _Rank:
             return
         try:
             signal.alarm(limit_s + 1)
-            os.close(start[1])  # else it would never be closed
+            os.close(start[1])  # else the pipe would stay open
             _work(gpu, threads, start[0], theirs)
         finally:
             os._exit(1)
 
     def hear(self, kind: str, deadline: float) -> float:
-        """Raises: OSError, with what was wrong there."""
+        """Read the value of the next line. Raises: OSError with the error of the rank."""
         while b"\n" not in self._arrived:
             ready = select.select([self._said, 0], [], [], max(0.0, deadline - time.monotonic()))[0]
             if 0 in ready:
                 raise OSError("the notebook hung up")
             if not ready:
-                raise OSError(f"rank {self._number} was not done in time")
+                raise OSError(f"rank {self._number} did not finish in time")
             data = os.read(self._said, 4096)
             if not data:
                 raise OSError(f"rank {self._number} ended{_describe_end(self._wait())}")
@@ -113,8 +113,8 @@ def _describe_end(status: int) -> str:
 
 
 def _work(gpu: int | None, threads: int, begin: int, answers: int) -> None:
-    """Import torch, say so, wait until all others have, and measure."""
-    os.dup2(2, 1)  # whatever is printed is no answer
+    """Import torch, report that, wait for all others, and measure."""
+    os.dup2(2, 1)  # prints must not mix with answers
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     sys.dont_write_bytecode = True
     os.environ["CUDA_CACHE_DISABLE"] = "1"
@@ -123,13 +123,13 @@ def _work(gpu: int | None, threads: int, begin: int, answers: int) -> None:
         os.write(answers, b'{"ready": 1}\n')
         os.read(begin, 1)
         answer: dict[str, Any] = {"gflop_s": measure()}
-    except Exception as exc:  # noqa: BLE001 - whatever it is, it belongs into the answer
+    except Exception as exc:  # noqa: BLE001 - whatever it is, the answer reports it
         answer = {"error": " ".join(f"{type(exc).__name__}: {exc}".split())[:200]}
     os.write(answers, json.dumps(answer).encode() + b"\n")
 
 
 def _prepare(gpu: int | None, threads: int) -> Any:
-    """What measures, once it is called: 1e9 operations a second, of the best of a few rounds."""
+    """Return a function that measures 1e9 operations per second, the best of several rounds."""
     import torch
 
     torch.set_num_threads(threads)
@@ -148,12 +148,12 @@ def _prepare(gpu: int | None, threads: int) -> Any:
     def measure() -> float:
         return max(_time_round(work) for _ in range(ROUNDS)) * 2 * side**3 / 1e9
 
-    work()  # what is loaded and allocated at first is not measured
+    work()  # warm up: loading and allocating is not measured
     return measure
 
 
 def _time_round(work: Any) -> float:
-    """How often it is done in a second."""
+    """Return how often per second the work is done."""
     done, began = 0, time.monotonic()
     while not done or time.monotonic() - began < ROUND_S:
         work()
