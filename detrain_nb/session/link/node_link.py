@@ -147,7 +147,7 @@ class NodeLink:
         require_readable(message)
         with self._sending:
             if self.is_closed:
-                raise TransportError("the connection to the node is closed")
+                raise TransportError("no more messages can be sent to the node")
             self._add(message)
         with contextlib.suppress(OSError):
             self._wake.send(b"w")

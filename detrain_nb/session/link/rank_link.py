@@ -61,7 +61,7 @@ class RankLink:
         except TransportError as exc:
             self.node_links[node].wait_for_end(limit_s=self.limits.last_words_s)
             if self.state.failure or node not in {*self.state.lost_nodes, *self.state.absent}:
-                gone = NodeLost(f"cannot send to the agent of session {self._session!r}: {exc}")
+                gone = NodeLost(f"the connection to the agent of session {self._session!r} was closed: {exc}")
                 raise self.state.failure or gone from exc
 
     def end(self, *, limit_s: float, keep_s: float = 0.0) -> list[int]:

@@ -24,7 +24,7 @@ from .process_groups import ProcessGroups, describe_new_groups
 _PRESSES = 3
 # A stop interrupts each rank at a different line: one may have taken the optimizer's step, and another not.
 _MAY_BE_APART = "replicas of a model may be a step apart: %broadcast MODEL,OPTIMIZER makes them equal"
-_GOES_ON = "stop it with %distributed interrupt"
+_GOES_ON = "stop that cell with %distributed interrupt"
 
 
 class Rescue:
@@ -334,7 +334,7 @@ def _next_press(cell: Cell, ranks: Collection[int]) -> str:
     """Describe what a stop does to a cell that another waits for."""
     _, them, their, _ = _pronouns(ranks)
     if cell.presses == 0:
-        return f"a stop ends only this wait: {_GOES_ON}"
+        return f"a stop ends only this wait; {_GOES_ON}"
     if cell.presses == 1:
         return f"a second stop ends {their} process groups and interrupts {them} again"
     return f"a third stop replaces {them}: {their} variables are lost"
