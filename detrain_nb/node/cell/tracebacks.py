@@ -84,7 +84,7 @@ def _parts_of(error: BaseException) -> list[BaseException]:
 
 
 def _own_traceback(error: BaseException, *, is_own_code_enough: bool = False) -> list[str]:
-    """Do the same as ``user_traceback``, without causes."""
+    """Return the user's lines of the traceback of one error, without its causes."""
     if isinstance(error, SyntaxError) and error.text:
         marker = " " * max(0, (error.offset or 1) - 1) + "^"
         place = f"  {_place(error.filename or '?')}, line {error.lineno}"

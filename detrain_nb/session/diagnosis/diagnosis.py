@@ -1,4 +1,4 @@
-"""Which ranks wait or compute, and which collectives differ: decided from the evidence of all ranks, told in a line.
+"""Which ranks wait or compute, and which collectives differ: decided from the evidence of all ranks, in one line.
 
 Each source is used where it is reliable. The flight recorder names collectives, with op and sequence number, but no
 point-to-point operations and no waits in the store; the stack names those, or the call in its innermost frame.

@@ -100,7 +100,7 @@ class Evidence:
 
     @property
     def pending(self) -> tuple[Collective, ...]:
-        """The same, if the report is recent; else empty."""
+        """What it has enqueued and not finished, if its report is recent; else empty."""
         return self.last_pending if 0 <= self.age_s <= _FRESH_S else ()
 
     @property
@@ -122,7 +122,7 @@ class Evidence:
 
     @property
     def line_words(self) -> str:
-        """That line as text, with the calling line of the present cell; empty if unknown."""
+        """Its line in a cell as text, with the calling line of the present cell; empty if unknown."""
         cell, line = self.cell_line
         if cell == self.cell:
             return f"line {line}" if line else ""

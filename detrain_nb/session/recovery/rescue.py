@@ -49,7 +49,7 @@ class Rescue:
         return told[0]
 
     def free(self, cell: Cell) -> str:
-        """Do the same without a press: ranks that are freed get time to end the cell."""
+        """Free the ranks of ``cell`` that wait, without a press of stop; freed ranks get time to end the cell."""
         story = self._begin(cell)
         try:
             self._press(1, story)
@@ -124,9 +124,9 @@ class Rescue:
         return story.told_of_groups()
 
     def before_a_cell(self) -> str:
-        """Do the same for cells stopped earlier, which all ranks may have left since.
+        """Describe what happened to the process groups of cells stopped earlier, if all ranks have left them since.
 
-        Raises: KeyboardInterrupt, when stop is pressed during the look at the groups, or their end.
+        Raises: KeyboardInterrupt, when stop is pressed while the groups are checked or ended.
         """
         words = ""
         unfinished, self._unfinished = self._unfinished, []
