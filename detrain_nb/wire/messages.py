@@ -728,7 +728,7 @@ def lay_out(message: Message) -> tuple[dict[str, Json], bytes]:
 
 
 def make_message(kind: type[Message], values: dict[str, Json], body: bytes) -> Message:
-    """Make a message of a header, which is used up, and a body. Raises: WireError for missing, unknown, invalid fields."""
+    """Make a message; the header ``values`` is used up. Raises: WireError for missing, unknown, invalid fields."""
     unknown = values.keys() - _HEADER_FIELDS[kind]
     if unknown:
         raise WireError(f"{kind.__name__} has no field {min(unknown)[:40]!r}")
