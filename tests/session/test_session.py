@@ -893,7 +893,7 @@ def test_folder_that_ipython_makes_on_a_node_is_no_other_users_whatever_the_umas
     ("options", "kind", "complaint"),
     [
         ({"ranks": 0}, SpecError, "0 ranks"),
-        ({"device": "tpu"}, SpecError, "none of auto, cpu, cuda"),
+        ({"device": "tpu"}, SpecError, "choose from auto, cpu, cuda"),
         ({"start": "spawn"}, SpecError, "neither fork nor exec"),
         ({"name": "a/b"}, SpecError, "session name 'a/b'"),
         ({"name": ".."}, SpecError, "session name"),
