@@ -78,7 +78,7 @@ def record(
             if "yet support saved tensor hooks" not in str(exc):
                 raise
             raise SpecError(_TAKES_GRADIENTS) from exc  # by torch.func
-    recorder.written_parameters.update(  # e.g. by assigning ``weight.data``, which is no operator
+    recorder.written_parameters.update(  # e.g. by assigning ``weight.data``, which is not an operator
         name for name, tensor in parameters.items() if storage_of(tensor) != storages[name]
     )
     after = {**buffers, **entries.buffers_left}
