@@ -87,7 +87,7 @@ REFUSED = {
         "parallelism: algorithm 'diloco' is not",
     ),
     "a schedule": ({"parallelism": {"schedule": "2F2B"}}, "parallelism.schedule '2F2B': give GPipe, 1F1B"),
-    "no source": ({"source": {}}, "source: nothing says what to run: give exactly one of script, script_text"),
+    "no source": ({"source": {}}, "source: nothing to run is given: give exactly one of script, script_text"),
     "two sources": ({"source": {"script": "a.py", "module": "b"}}, "source: script and module are given: give exactly"),
     "a folder without entry": ({"source": {"path": "x"}}, "source.entry is missing: path is a folder"),
     "an entry beside a script": ({"source": {"script": "a.py", "entry": "b.py"}}, "source.entry 'b.py' does not apply"),
