@@ -402,7 +402,7 @@ class _Row:
             self.styles[start:end] = [""] * len(self.styles[start:end])
 
     def clear(self) -> None:
-        """Reset the row to one on which nothing was drawn, but which is no line while it is empty."""
+        """Reset the row to one on which nothing was drawn, but which is not a line while it is empty."""
         self.cells, self.styles, self.is_drawn, self.text = [], [], False, None
 
     @property

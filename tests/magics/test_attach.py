@@ -24,7 +24,7 @@ _PERHAPS = "--- possibly shown before:"
 _NEW = "--- not shown before:"
 _THERE = re.compile(
     r"session (\S+) of this notebook was left running \(agent pid \d+\): "
-    r"%distributed attach takes it up and shows missed output, %distributed restart starts new ranks, "
+    r"%distributed attach continues with it and shows missed output, %distributed restart starts new ranks, "
     r"%distributed stop stops it; without a notebook it ends by itself after 10 minutes\n"
 )
 _KEPT_BY_ATTACH = (
@@ -412,7 +412,7 @@ def test_detached_session_is_attached_to_by_the_same_kernel_and_by_another(start
     front, other = start_front("/x/first.ipynb"), start_front("/x/second.ipynb")
     front.run("%distributed start -n 2 --name shared --no-init")
     front.run("%%distributed\nx = rank + 5\nprint('shown')")
-    detached = "detached: the ranks keep running; %distributed attach shared takes them up again\n"
+    detached = "detached: the ranks keep running; %distributed attach shared continues with them\n"
     for _ in range(2):
         assert front.run("%distributed detach") == detached
         assert "this notebook holds no session" in front.run("%distributed status")
