@@ -38,7 +38,7 @@ def board(session: Session | None = None) -> BoardView:
 
 
 def console(folder: str | os.PathLike[str] = "pipelines") -> ConsoleView:
-    """Show My Pipelines: the specs in ``folder`` beside the notebook, and those opened recently."""
+    """Show My Pipelines: the specs in ``folder``, as in ``MyPipelines``, and those opened recently."""
     from ..pipelines import MyPipelines
     from .console_view import ConsoleView
 
@@ -90,7 +90,7 @@ def plan(*parts: object) -> PlanView:
     """Show how a model is split: layers by time and memory, stages, the timeline of a step, memory of the ranks.
 
     ``parts``: a plan that ``par.describe_plan`` returned, its JSON, or the path of a JSON file; a partition, a timeline
-    or a dry run; or several of these. This process does not need torch. Raises: SpecError when a part is no plan.
+    or a dry run; or several of these. This process does not need torch. Raises: SpecError when a part is not a plan.
     """
     from .plan_view import PlanView, read_plan
 

@@ -94,7 +94,7 @@ class LiveView(anywidget.AnyWidget):
     def publish(self, part: str, value: Any) -> None:
         """Send the new value of ``part`` to all pages; the latest value wins, and an equal value is not sent again.
 
-        Raises: ValueError, TypeError when the value is no plain JSON.
+        Raises: ValueError, TypeError when the value is not plain JSON.
         """
         written = json.dumps(value, allow_nan=False)
         with self._lock:
