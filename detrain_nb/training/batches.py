@@ -40,7 +40,7 @@ class ReplicaSampler(Sampler[list[int]]):
     ) -> None:
         """Share out ``data``. Raises: SpecError when there are too few samples for one step."""
         if batch_size < 1:
-            raise SpecError(f"batch_size={batch_size}: a batch has 1 sample or more")
+            raise SpecError(f"batch_size={batch_size}: give 1 or more")
         self.num_samples, self.batch_size = len(data), batch_size
         self.replica, self.num_replicas = replica, num_replicas
         self.shuffle, self.seed, self.drop_last = shuffle, seed, drop_last

@@ -409,7 +409,8 @@ class Trainer:
         if all(is_unfinished for _, is_unfinished in there):
             if there and self.model.is_main:
                 warnings.warn(
-                    f"{there[-1][0]}: its save has not finished, and it is the only one: starting over", stacklevel=3
+                    f"{there[-1][0]}: its save has not finished, and there is no complete one: starting over",
+                    stacklevel=3,
                 )
             return
         try:
