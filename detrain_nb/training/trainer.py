@@ -112,7 +112,7 @@ class Trainer:
         every ``save_every`` steps, and resumed from if it has a checkpoint, unless ``resume`` is False. ``keep``: how
         many checkpoints are kept; None: all. ``seed``: of the order of the samples. ``metrics_folder``: where the main
         rank writes a line of metrics for each step, as ``log_metrics`` does. ``flops_per_sample`` (forward) and
-        ``peak_flops`` (of one rank, per second) give the MFU. ``callbacks``: of ``Callback``.
+        ``peak_flops`` (of one rank, per second) give the MFU. ``callbacks``: instances of ``Callback``.
         Raises: SpecError for arguments that are invalid or do not fit together.
         """
         if (steps is None) == (epochs is None):
