@@ -1,8 +1,8 @@
 """The session's end of the byte stream to one node: any thread queues, one background thread sends and receives.
 
 It acknowledges to the agent, with some delay, what has been shown: if a notebook is killed in between, the next one
-shows that part again, and misses nothing. If the connection can break while the agent goes on, the link reconnects:
-both sides count their messages, and send again those that have not arrived. It also sends regular signs of life,
+shows that part again, and misses nothing. If the connection can break while the agent keeps running, the link
+reconnects: both sides count their messages, and resend those that have not arrived. It also sends regular signs of life,
 without which the node would release the notebook's session. The node answers them, else nothing would reveal a node
 that fell silent behind another host.
 """
@@ -172,7 +172,7 @@ class NodeLink:
             self._link.add_bytes(data)
 
     def wait_for_room(self, limit_s: float) -> bool:
-        """Wait until the node has taken most of what was sent, or is lost; False if it takes none for ``limit_s``."""
+        """Wait until the node has taken most of the messages, or is lost; False if it takes none for ``limit_s``."""
         with self._moved:
             while (waiting_bytes := self._waiting_bytes) > self._limits.full_bytes and not self.is_closed:
                 is_taken = lambda: self.is_closed or self._waiting_bytes < waiting_bytes  # noqa: E731
