@@ -2,9 +2,9 @@
 
 It acknowledges to the agent, with some delay, what has been shown: if a notebook is killed in between, the next one
 shows that part again, and misses nothing. If the connection can break while the agent keeps running, the link
-reconnects: both sides count their messages, and resend those that have not arrived. It also sends regular signs of life,
-without which the node would release the notebook's session. The node answers them, else nothing would reveal a node
-that fell silent behind another host.
+reconnects: both sides count their messages, and resend those that have not arrived. It also sends regular signs of
+life, without which the node would release the notebook's session. The node answers them, else nothing would reveal a
+node that fell silent behind another host.
 """
 
 from __future__ import annotations
