@@ -34,15 +34,15 @@ class ProcessGroups:
         except (LaunchError, CellTimeout) as exc:
             self._groups.give_up(self._state.incarnations)
             return (
-                f"{exc}\nthere is no process group until it is replaced (%distributed restart -r RANKS), or its node "
-                "is left out (%distributed detach, then attach --without NODE)"
+                f"{exc}\nthere is no process group until that rank is replaced (%distributed restart -r RANKS) or its "
+                "node is left out (%distributed detach, then attach --without NODE)"
             )
         return ""
 
     def mend(self) -> None:
         """Recreate the default group when a cell has destroyed it, or its generation was ended.
 
-        Needs every rank idle, and waits for them, also for ranks that are lost meanwhile and restart.
+        Waits until every rank is idle, also for ranks that die in the meantime and restart.
         """
         for attempt in range(_ATTEMPTS):
             if self._groups.all_have(self._state.ranks):

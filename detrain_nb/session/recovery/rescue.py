@@ -74,9 +74,9 @@ class Rescue:
                 return
 
     def stop_in_the_way(self, runs: Iterable[Cell]) -> str:
-        """Press stop once more for those of ``runs`` that were already stopped: a cell that waits for them was stopped.
+        """Press stop once more on those of ``runs`` that were stopped before, as a waiting cell was stopped.
 
-        Returns a line with what happened to each, then advice about replaced ranks. Cells never stopped before go on.
+        Returns a line with what happened to each, then advice about replaced ranks. The other cells keep running.
         """
         words, replaced = [], {}
         for cell in sorted(runs, key=lambda cell: cell.number):
@@ -103,7 +103,7 @@ class Rescue:
     def make_way(self, cell: Cell, *, gap_s: float) -> None:
         """Give a front end that may be restarting its kernel time to leave the session, after stop was pressed.
 
-        Raises: SessionError when it has left: the cell then goes on without us.
+        Raises: SessionError when it has left: the cell then continues without us.
         """
         with contextlib.suppress(KeyboardInterrupt):
             cell.wait(gap_s)
@@ -117,16 +117,18 @@ class Rescue:
         return story.told()
 
     def after_failure(self, cell: Cell) -> str:
-        """Describe what the failure of ``cell`` means for its process groups; empty if they are as before."""
+        """End the process groups if the failed ``cell`` left them out of step; returns words on that, or nothing."""
         story = self._begin(cell)
         with contextlib.suppress(KeyboardInterrupt):  # the cell has ended
             self._end_what_is_out_of_step(story)
         return story.told_of_groups()
 
     def before_a_cell(self) -> str:
-        """Describe what happened to the process groups of cells stopped earlier, if all ranks have left them since.
+        """End the process groups if cells stopped earlier left them out of step; returns words on that, or nothing.
 
-        Raises: KeyboardInterrupt, when stop is pressed while the groups are checked or ended.
+        Cells that some rank still runs are checked the next time.
+
+        Raises: KeyboardInterrupt when stop is pressed while the groups are checked or ended.
         """
         words = ""
         unfinished, self._unfinished = self._unfinished, []
@@ -287,7 +289,7 @@ class _Story:
         return describe_new_groups(self.stale, is_wanted=self.is_group_wanted)
 
     def describe_left(self, *, is_cell_shown: bool = False) -> str:
-        """Describe where the ranks are that still run the cell, and what the user can do.
+        """Describe where the ranks that still run the cell are, and what the user can do.
 
         ``is_cell_shown``: the notebook waits for them; else it has its prompt again, and its stop button has no effect.
         """
@@ -295,7 +297,7 @@ class _Story:
         left = [rank for rank in self.cell.running if rank not in away]
         if away:
             _, _, their, _ = _pronouns(away)
-            words = f"{format_ranks(away)}: no connection to {their} node; the stop takes effect when it is back"
+            words = f"{format_ranks(away)}: no connection to {their} node; the stop takes effect after reconnecting"
             return f"{words}\n{self._describe_there(left, is_cell_shown=is_cell_shown)}" if left else words
         return self._describe_there(left, is_cell_shown=is_cell_shown)
 
