@@ -776,7 +776,7 @@ def test_session_that_is_over_says_why_whatever_it_is_asked(
         assert_soon(lambda: not session.is_alive)
         for shown in (session.status(), session.ranks.where()):
             assert re.search(why, repr(shown)) and re.search(why, html.unescape(shown._repr_html_()))
-        assert "no cell runs" not in repr(session.ranks.where())
+        assert "no cell is running" not in repr(session.ranks.where())
         for ask in (
             session.stop_cells,
             session.ranks.interrupt,
