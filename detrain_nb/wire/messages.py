@@ -56,7 +56,7 @@ class Message:
 class Attach(Message, number=1):
     """First message of a notebook: the session it means, and who it is; ``steal`` takes it from another notebook.
 
-    ``resumes``: go on after a broken connection, with the notebook's messages counted on.
+    ``resumes``: continue after a broken connection; the numbers of the notebook's messages continue too.
     """
 
     session: str
@@ -109,14 +109,14 @@ class Acknowledge(Message, number=5):
 
 @dataclass(frozen=True)
 class Alive(Message, number=6):
-    """A sign of life: a notebook that vanished would hold its session for ever. ``Received`` answers."""
+    """A sign of life: a notebook that vanished would hold its session forever. ``Received`` answers."""
 
 
 @dataclass(frozen=True)
 class EndSession(Message, number=7):
     """End the ranks and the agent.
 
-    With ``keep_s`` the agent stays for so long, with the modules that its ranks imported, for ``Begin`` on the same
+    With ``keep_s`` the agent stays that long, with the modules that its ranks imported, for ``Begin`` on the same
     connection; ``Kept`` is then its last message about this session.
     """
 
@@ -125,7 +125,7 @@ class EndSession(Message, number=7):
 
 @dataclass(frozen=True)
 class Begin(Message, number=8):
-    """Serve session ``session`` in ``folder`` (empty: beside the last), sent to an agent that was kept; see ``Begun``.
+    """Order to a kept agent to serve session ``session`` in ``folder`` (empty: next to the last one); see ``Begun``.
 
     ``work_folder``: to be created there, if not empty; ``uses`` as in agents.py. On the notebook's machine ``starter``
     is what an agent would now inherit from the notebook's process (node/system/surroundings.py), and ``env`` its
@@ -688,7 +688,7 @@ FROM_NODE = frozenset(NUMBERS) - FROM_NOTEBOOK - {WorkerUp, Collectives} | {Piec
 
 
 def find_kind(number: int, kinds: Collection[type[Message]]) -> type[Message]:
-    """Return the message of that number. Raises: WireError when there is none, or the sender may not send it."""
+    """Return the kind with that number. Raises: WireError when there is none, or the sender may not send it."""
     if (kind := KINDS.get(number)) is not None:
         check_sender(kind, kinds)
         return kind
@@ -706,7 +706,7 @@ def check_sender(kind: type[Message], kinds: Collection[type[Message]]) -> None:
 
 
 def check_sizes(kind: type[Message], header_bytes: int, body_bytes: int) -> None:
-    """Check the sizes in a prefix against the largest for that kind. Raises: WireError."""
+    """Check the sizes in a prefix. Raises: WireError when one exceeds the largest for that kind."""
     if header_bytes > _MOST_HEADER_BYTES.get(kind, header_bytes):
         raise WireError(f"{kind.__name__} has {header_bytes:,} bytes of header, more than {_MOST_HEADER_BYTES[kind]:,}")
     if body_bytes and kind not in _BEHIND_HEADER:
@@ -728,7 +728,7 @@ def lay_out(message: Message) -> tuple[dict[str, Json], bytes]:
 
 
 def make_message(kind: type[Message], values: dict[str, Json], body: bytes) -> Message:
-    """Make a message; the header ``values`` is used up. Raises: WireError for missing, unknown, invalid fields."""
+    """Make a message, and empty ``values``, its header. Raises: WireError for missing, unknown or invalid fields."""
     unknown = values.keys() - _HEADER_FIELDS[kind]
     if unknown:
         raise WireError(f"{kind.__name__} has no field {min(unknown)[:40]!r}")
