@@ -1,6 +1,6 @@
 """A checksum of a value, to check that ranks have the same one: of tensors, arrays or plain Python, in bounded time.
 
-No code of the value's class is run. Large values are sampled, which is reported; if there is no checksum, why.
+No code of the value's class is run. Large values are sampled, which is reported. A missing checksum has a reason.
 """
 
 from __future__ import annotations

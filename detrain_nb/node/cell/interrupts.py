@@ -109,7 +109,7 @@ class Interrupts:
             raise KeyboardInterrupt
 
     def _on_unraisable(self, unraisable: sys.UnraisableHookArgs) -> None:
-        """Raise an interrupt again that arrived in a destructor or a hook of fork(), which swallow exceptions."""
+        """Raise again an interrupt that arrived in a destructor or a fork() hook, where exceptions are swallowed."""
         if issubclass(unraisable.exc_type, KeyboardInterrupt) and (self.is_in_cell or self._has_struck):
             self._is_letting_go, self._has_struck = self._has_struck, False
             self._strike_in(_STRIKES_AGAIN_S if self.is_in_cell else _LETTING_GO_GAP_S)  # now it would be lost
