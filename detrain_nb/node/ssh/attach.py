@@ -63,7 +63,9 @@ def _connect(order: dict[str, Any], cache: Path, code: list[str]) -> socket.sock
         return start_agent(folder, env=env, uses=uses)[1]
     if not is_served(folder):  # a disk error proves nothing
         remove_dead_agent(folder)  # a notebook that returns to a lost node learns it here
-        raise SessionError(f"no session {session!r} runs there: its agent has exited, or the machine was restarted")
+        raise SessionError(
+            f"no session {session!r} is running there: its agent has exited, or the machine was restarted"
+        )
     return connect(folder)
 
 
