@@ -43,7 +43,7 @@ class StageNode:
     shards, ``tp`` and recomputed activations need less; the loss, its logits and buffers between stages need more.
     ``dry_run`` counts all of it. ``bytes_per_s`` and ``latency_s`` are of the link to the neighbouring stages.
 
-    Raises: SpecError.
+    Raises: SpecError when a number is not above 0, or ``latency_s`` is negative or infinite.
     """
 
     name: str = ""
@@ -55,7 +55,7 @@ class StageNode:
     def __post_init__(self) -> None:
         for what in ("memory_bytes", "speed", "bytes_per_s"):
             if not getattr(self, what) > 0:
-                raise SpecError(f"node {self.name!r}: {what}={getattr(self, what)} must be more than 0")
+                raise SpecError(f"node {self.name!r}: {what}={getattr(self, what)} must be above 0")
         if not 0 <= self.latency_s < math.inf:
             raise SpecError(f"node {self.name!r}: latency_s={self.latency_s} must be 0 or more seconds, and finite")
 
