@@ -124,7 +124,7 @@ class Proof:
         return Proof(module, call, unread=self._unread, is_varied=True)
 
     def _counts(self) -> list[str]:
-        """Return the small buffers that the module writes, in its own mode and evaluating."""
+        """Return the small buffers that the module writes, in its own mode and in evaluation mode."""
         whole, names = self._whole, small_buffers(self._module)
         assert whole is not None
         if not names:
