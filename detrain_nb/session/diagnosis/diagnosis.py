@@ -1,4 +1,4 @@
-"""Which ranks wait or compute, and which collectives differ: decided from the evidence of all ranks, in one line.
+"""Judgement of which ranks wait or compute, and which collectives differ, from the evidence of all ranks.
 
 Each source is used where it is reliable. The flight recorder names collectives, with op and sequence number, but no
 point-to-point operations and no waits in the store; the stack names those, or the call in its innermost frame.
@@ -37,7 +37,7 @@ _Reached = Mapping[str, int]  # group -> sequence number
 
 @dataclass(frozen=True)
 class Verdict:
-    """What one rank does.
+    """The judgement of what one rank does.
 
     ``kind`` is waits, computes, sleeps (in Python or C, on its own), stopped (by a signal), or the state of a rank that
     runs no cell. ``missing``: the ranks that have not joined ``collective``, in which this rank waits. ``is_in_vain``:
@@ -298,7 +298,7 @@ _ALL_CAME = (
 
 @dataclass
 class _Seen:
-    """When a rank was last seen computing, beginning an operation with others, or elsewhere than in ``waits_in``.
+    """Times when a rank was last seen computing, beginning an operation with others, or elsewhere than in ``waits_in``.
 
     ``first_at``: when it was looked at for the first time; the other times may be earlier.
     """

@@ -1,4 +1,4 @@
-"""Where every rank is: its line, its stack, and the collective it waits in, as a table."""
+"""A table of where every rank is: its line, its stack, and the collective that it waits in."""
 
 from __future__ import annotations
 
