@@ -249,7 +249,7 @@ class Rescue:
 
 
 class _Story:
-    """What was seen and done while a cell was stopped."""
+    """A record of what was seen and done while a cell was stopped."""
 
     def __init__(self, cell: Cell, *, is_reachable: Callable[[int], bool]) -> None:
         self.cell = cell
