@@ -549,7 +549,7 @@ class RequestFailed(Message, number=44):
 
 @dataclass(frozen=True)
 class Completions(Message, number=45):
-    """Completions with the type of each ("function", "instance", "" where unknown)."""
+    """Completions with the type of each ("function", "instance", "" if unknown)."""
 
     rank: int
     request: int

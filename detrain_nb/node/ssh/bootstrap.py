@@ -142,7 +142,8 @@ def _sync(path: str) -> None:
 def _is_whole(folder: str) -> bool:
     """Return whether no file of that code is missing or truncated.
 
-    A folder without a list of its files, from an older version or after a crash, is not whole."""
+    A folder without a list of its files, from an older version or after a crash, is not whole.
+    """
     try:
         with open(os.path.join(folder, LIST_NAME), encoding="utf-8") as file:
             return not _find_broken(folder, json.load(file))
