@@ -36,7 +36,7 @@ _MOST_CUTS = 10  # named in an error
 
 @dataclass(frozen=True)
 class StageNode:
-    """What runs one stage.
+    """A node that runs one stage.
 
     ``speed`` is relative to the machine on which the units were timed. ``memory_bytes`` is a limit for what the
     partition knows: parameters with their state and saved activations, as in one process. Layouts change this: bf16,
@@ -100,7 +100,7 @@ class Partition:
 
     @property
     def fits(self) -> bool:
-        """True if no stage needs more memory than its node has."""
+        """Whether no stage needs more memory than its node has."""
         return all(needed <= node.memory_bytes for needed, node in zip(self.memory_bytes, self.nodes))
 
     def costs(self) -> StageCosts:

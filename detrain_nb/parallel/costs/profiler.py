@@ -44,7 +44,7 @@ FLOPS_PER_S, BYTES_PER_S = 1e12, 1e11
 
 @dataclass(frozen=True)
 class Unit:
-    """What runs from one cut to the next, for the example inputs.
+    """The part of a model that runs from one cut to the next, for the example inputs.
 
     ``cut`` is the module at whose entry the unit begins, None for the first unit. ``flops`` and ``moved_bytes`` are of
     the forward pass; ``saved_bytes`` is what autograd keeps for the backward pass, without parameters; ``input_bytes``
