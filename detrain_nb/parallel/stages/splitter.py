@@ -1,4 +1,4 @@
-"""Where a model is cut, and which parts each stage gets; stage.py makes the stages."""
+"""Cuts of a model, and the parts that each stage gets; stage.py makes the stages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When each rank of a pipeline computes and when it waits: a schedule simulated with the times of its stages."""
+"""Times at which each rank of a pipeline computes or waits: a schedule simulated with the times of its stages."""
 
 from __future__ import annotations
 
