@@ -1,4 +1,4 @@
-"""How a model's layers are cut over the ranks of a group: a plan that can be read and edited."""
+"""Plan of how a model's layers are cut over the ranks of a group; it can be read and edited."""
 
 from __future__ import annotations
 
