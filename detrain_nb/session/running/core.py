@@ -127,7 +127,7 @@ class Core:
                 observer.waiting("")
 
     def mend_group(self, chosen: Iterable[int], observer: CellObserver | None) -> None:
-        """Have all ranks make a group again, if ``chosen`` are all ranks, or no rank is busy or lost.
+        """Have all ranks make a group, or begin a generation, if ``chosen`` are all ranks or no rank is busy or lost.
 
         If the others cannot make it, ``chosen`` go on without a group.
         """
