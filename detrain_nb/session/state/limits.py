@@ -15,7 +15,7 @@ _MOST = 1 << 32  # Python's clocks overflow at twice as many seconds
 class Limits:
     """Limits of one session: `Session.start(limits=...)`, later `session.settings.limits`. Times are in seconds.
 
-    Raises: SpecError for an unknown name, or a value that is not a number from 0 up.
+    Raises: SpecError for an unknown name, or a value that is not a number from 0 to 2**32.
     """
 
     # start, attach and stop

@@ -434,7 +434,7 @@ class SessionState:
 
     @_one_at_a_time
     def lose_node(self, node: int, reason: str) -> None:
-        """Lose a node with its ranks; losing the first node fails the session."""
+        """Lose a node with its ranks; fail the session if it is the first node, or if a start is not complete."""
         if self._failure or node in self._lost_nodes:
             return
         if self._takes_all_with_it(node):
@@ -507,7 +507,7 @@ class SessionState:
 
     @_one_at_a_time
     def note_handled(self, missing: int, node: int) -> None:
-        """Notice a gap of ``missing`` messages before a numbered one that the node has not explained."""
+        """Report a gap of ``missing`` messages before a numbered one, which the node has not explained."""
         if not missing:
             return
         many = f"{missing:,}" if missing < _VERY_MANY else "very many"
