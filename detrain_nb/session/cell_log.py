@@ -78,7 +78,7 @@ class SessionLog(SlotsOnly):
         ranks that do not run it. A cell that waits so anyway is stopped. ``observer`` returns the observer of a cell
         by its number. Returns the cells that were rerun, each with its error or None: a cell may fail because it needs
         what a skipped cell defines.
-        Raises: SpecError for an unknown cell, CellInterrupted; the error that ended the session.
+        Raises: SpecError for an unknown cell; CellInterrupted, RankLost, NodeLost; the error that ended the session.
         """
         if cells is not None:
             cells = list(cells) if isinstance(cells, Iterable) else [cells]

@@ -60,8 +60,8 @@ class SessionFiles(SlotsOnly):
     ) -> None:
         """Create the files of a session; with ``is_synced``, remote nodes get the changes in ``project``.
 
-        ``notices`` say why they do not. ``takes_over`` is as in FolderSync, False for a session that goes on. Raises:
-        SpecError when the folder is too large for a session that begins.
+        ``notices`` has the reason if they do not. ``takes_over`` is as in FolderSync, False for a session that goes on.
+        Raises: SpecError when the folder of a session that begins has too many files or bytes, or cannot be read.
         """
         self.folder, self.project = folder, project or folder
         self.notices: list[str] = []

@@ -148,9 +148,9 @@ class Session(SlotsOnly):
         ``env``, or for ranks on this machine in this process's environment.
 
         With ``sync``, nodes receive the files of ``folder`` before the ranks start and before each cell, except those
-        that .gitignore and .detrainignore exclude, keys and tokens, and a home folder as a whole: ``news.notices`` say
-        so. With ``project``, a folder that contains ``folder``, they receive all of that, and the ranks start in the
-        same place in it.
+        that .gitignore and .detrainignore exclude. Keys and tokens are not sent, nor anything if ``folder`` is a home
+        directory: ``news.notices`` say so. With ``project``, a folder that contains ``folder``, nodes receive that
+        folder instead, and the ranks start in the same place in it.
 
         When this process has exited or detached, the ranks wait ``linger_s`` for the next one. Their output is kept for
         it, at most about the last ``spool_limit_bytes``; a notice marks where output was lost.
@@ -165,7 +165,7 @@ class Session(SlotsOnly):
         receives the progress of each node as a `StartStep`, in any thread.
 
         Raises: SpecError for invalid arguments, LaunchError when the ranks do not come up, SessionError when a session
-        of that name is running already. Then nothing is left behind.
+        of that name is already running. In these cases nothing is left behind.
         """
         if ranks is not None and type(ranks) is not int:
             raise SpecError(f"ranks {ranks!r}: give a whole number")
@@ -369,7 +369,7 @@ class Session(SlotsOnly):
         return {rank: found[rank][names] for rank in chosen} if isinstance(names, str) else found
 
     def push(self, variables: Mapping[str, Any], *, ranks: Ranks = None) -> None:
-        """Set variables on the ranks. Raises: ValueNotSupported when a value cannot travel; then none is set."""
+        """Set variables on the ranks. Raises: ValueNotSupported when a value cannot travel; nothing is set then."""
         check_mapping("variables", variables)
         for name in variables:
             if not name.isidentifier() or keyword.iskeyword(name) or name == "__builtins__":
