@@ -136,7 +136,7 @@ class Job(ShownAsText):
                 stop = self._watch.add(on_news)
         return stop
 
-    # ---- what it prints
+    # ---- its output
 
     def attach(
         self,
@@ -152,7 +152,7 @@ class Job(ShownAsText):
     ) -> JobStatus:
         """Follow all output of the job, from its beginning to its end. An interrupt ends this, and the job continues.
 
-        The returned status has only the very last line of a failed rank if ``on_line`` already got the others.
+        The returned status has only the last line of what failed if ``on_line`` already got the others.
         ``tail`` is as in `logs`.
         ``on_metrics`` gets what its ranks log, ``on_reports`` the last report of each node, several times a second.
         ``on_piece`` gets the output of ranks instead of ``on_line``: raw, as it arrives, with its bars and colours.
@@ -286,8 +286,8 @@ class Job(ShownAsText):
         A local file that differs is kept, unless it is as an earlier fetch of this job left it, or ``replace`` is set.
         ``anyway``: fetch what exists, from the nodes that answer, even if the job is not over or failed.
         Another thread can end the call with ``cancel``.
-        Raises: JobError when the job is not over or did not succeed, unless ``anyway``; after everything else was
-        fetched, when a file was kept.
+        Raises: JobError when the job is not over or did not succeed, unless ``anyway``; when no node answers or
+        nothing matches; after everything else was fetched, when a file was kept. DetrainError when a node fails.
         """
         status = self.status()
         if not anyway:

@@ -185,7 +185,8 @@ def _with_entry(source: Source, files: list[SourceFile], kept: list[str], skippe
     notices = []
     if kept:
         notices.append(
-            f"not sent, as they may hold keys: {_name_all(kept)}: a line !NAME in {OWN_FILE} sends one that does not"
+            f"not sent, as they may hold keys: {_name_all(kept)}: "
+            f"to send a file that holds none, add a line !NAME to {OWN_FILE}"
         )
     if skipped:
         notices.append(
