@@ -123,7 +123,7 @@ class _Agent:
     """One session."""
 
     def __init__(self, folder: Path, lock: int, process: AgentProcess, link: Link | None = None) -> None:
-        """Listen in ``folder``, the current folder. ``link``: a connection whose sender is not known yet."""
+        """Listen in ``folder``, the current folder. ``link``: a connection whose other end is not known yet."""
         self._folder = folder
         self._lock = lock
         self._process = process
