@@ -50,7 +50,7 @@ def test_stop_button_frees_a_hung_collective(kernel: Any) -> None:
         "[1] (2, 2.0)",
     ]
     old = kernel.run("%%distributed\nddp(torch.ones(1, 2)).sum().backward()")
-    assert "ddp was made with process groups that have been ended since: make it again" in old.error
+    assert "ddp was made with process groups that have been ended since: recreate it" in old.error
 
 
 @pytest.mark.slow

@@ -75,7 +75,7 @@ class StaleVariables:
         if _NO_GROUP in text:
             return (
                 "the process groups have been ended: call dist.init_process_group() again, "
-                f"then make {', '.join(names or everything)} again ({_short(text)})"
+                f"then recreate {', '.join(names or everything)} ({_short(text)})"
             )
         is_certain = any(map(_is_of_ended_group, locals_of_torch))
         is_near = bool(locals_of_torch) and bool(_HUNG_UP.search(text))
@@ -83,7 +83,7 @@ class StaleVariables:
             names = sorted(_names_used(error) & set(everything))
         if not names and is_certain:  # inside an object of the user's
             return (
-                "an object used here was made with process groups that have been ended since: make it again "
+                "an object used here was made with process groups that have been ended since: recreate it "
                 f"({_short(text)})"
             )
         if not names:
@@ -92,7 +92,7 @@ class StaleVariables:
         were = "was" if len(names) == 1 else "were"
         return (
             f"{', '.join(names)} {were} made with process groups that have been ended since: "
-            f"make {'it' if len(names) == 1 else 'them'} again ({_short(text)})"
+            f"recreate {'it' if len(names) == 1 else 'them'} ({_short(text)})"
         )
 
 
