@@ -75,7 +75,7 @@ def _hand_over_output(runner: socket.socket) -> None:
 def _say(runner: socket.socket, **said: object) -> None:
     try:
         runner.send(json.dumps(said).encode())
-    except OSError:  # the runner has exited, nobody needs the report
+    except OSError:  # the runner has exited, so no process needs the report
         pass
 
 

@@ -45,7 +45,7 @@ def _find_first(outputs: Outputs) -> RankOutcome | None:
 
 
 def read_told(folder: Path) -> str:
-    """Read the reason for which this node was stopped by a different node; empty without one."""
+    """Read why torchrun stopped here because of another node or the store; empty if it did not."""
     try:
         said = json.loads(read_bounded(folder / END_NAME))
         return str(said["reason"])[:MOST_REASON_CHARS]
