@@ -105,7 +105,7 @@ class Talk:
         self._said_at = time.monotonic()
 
     def tick(self) -> None:
-        """Send, every few seconds, a line that this side is still busy."""
+        """Send a line every few seconds that says that this side is still busy."""
         if time.monotonic() - self._said_at > _TICK_S:
             self.send(_STILL_AT_IT)
             self.flush()

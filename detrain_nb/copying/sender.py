@@ -210,7 +210,9 @@ def send_tree(talk: Talk, tree: Tree, progress: Progress) -> None:
             except OSError as exc:
                 raise FilesError(f"{file.path} cannot be read: {reason_of(exc)}") from exc
             if not file.size and _read(opened, 1, file) and not os.fstat(opened.fileno()).st_size:  # as in /proc
-                raise FilesError(f"{file.path} has contents but size 0, as the system generates it: copy cat's output")
+                raise FilesError(
+                    f"{file.path} has contents but size 0, as the system generates it: copy the output of cat"
+                )
             talk.say("file", name=file.name, size=file.size, mode=tree.mode_of(file))
             _send_exactly(talk, opened, file, progress)
             progress.end_file()
