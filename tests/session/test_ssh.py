@@ -354,7 +354,7 @@ def test_hosts_with_one_name_that_share_a_home_are_told(make_testbed: MakeTestbe
 
 def test_machine_that_is_named_twice_is_told(testbed: Testbed) -> None:
     nodes = [*ssh_nodes(testbed, 1, name="a"), *ssh_nodes(testbed, 1, name="b")]
-    with pytest.raises(SpecError, match=r"^(a and b|b and a) are the same machine: list it once, with ranks = N"):
+    with pytest.raises(SpecError, match=r"^(a and b|b and a) are the same machine: name it once, with ranks = N"):
         Session.start(1, sync=False, nodes=nodes, device="cpu")
     assert not _ours(testbed, "h0")
 
