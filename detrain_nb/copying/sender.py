@@ -226,7 +226,7 @@ def _send_exactly(talk: Talk, opened: IO[bytes], file: File, progress: Progress)
     while left:
         data = _read(opened, min(left, _CHUNK_BYTES), file)
         if not data:
-            raise FilesError(f"{file.path} became shorter while it was copied: copy it again")
+            raise FilesError(f"{file.path} shrank while it was copied: copy it again")
         talk.send(data)
         left -= len(data)
         progress.advance(len(data))

@@ -128,7 +128,7 @@ class SessionRanks(SlotsOnly):
     def shrink(self) -> dict[int, int]:
         """Continue without the ranks of lost nodes: the remaining ranks are renumbered from 0 and form a new group.
 
-        They keep their variables except ``rank`` and ``world_size``. Returns the new number of each old one.
+        They keep their variables except ``rank`` and ``world_size``. Returns the new number of each rank by its old.
         Raises: SessionError when no node is lost, or a remaining rank is busy.
         """
         core = self._core
