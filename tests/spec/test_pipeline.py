@@ -484,14 +484,14 @@ def test_words_of_a_command_line_win_over_the_spec() -> None:
 @pytest.mark.parametrize(
     ("words", "complaint"),
     [
-        ("--training.epoch 2", "unknown field '--training.epoch': did you mean '--training.epochs'?"),
-        ("--trainin.epochs 2", "unknown field '--trainin.epochs': did you mean '--training'?"),
+        ("--training.epoch 2", "'--training.epoch' is not a field: did you mean '--training.epochs'?"),
+        ("--trainin.epochs 2", "'--trainin.epochs' is not a field: did you mean '--training'?"),
         ("--training.epochs x", "--training.epochs 'x': give a whole number"),
         ("--training.epochs 1e3", "--training.epochs '1e3': give a whole number"),
         ("--training.clip inf", "--training.clip 'inf': give a number"),
         ("--training.epochs", "--training.epochs: no value, give a whole number or none"),
         ("--training 3", "training 3: give a table"),
-        ("--training.epochs.x 3", "unknown field '--training.epochs.x': training.epochs has no fields"),
+        ("--training.epochs.x 3", "'--training.epochs.x' is not a field: training.epochs has no fields"),
         ("--nodes a,a", "--nodes: nodes 'a,a': nodes 1 and 2 have the same name"),
         ("training.epochs 2", "'training.epochs' is not an override: write --training.epochs"),
         ("spec.toml", "'spec.toml' is not an override: give --field value"),
