@@ -1,4 +1,4 @@
-"""Examination of hosts in parallel, whatever fails on one of them, and the fixes that are safe to make."""
+"""Examination of hosts in parallel, which continues when one of them fails, and the fixes that are safe to make."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ class Fixed:
     left: tuple[Problem, ...]
 
     def __repr__(self) -> str:
-        done = [f"fixed on {line}" for line in self.done] or ["nothing that is safe to fix automatically"]
+        done = [f"fixed on {line}" for line in self.done] or ["nothing is safe to fix automatically"]
         return "\n".join([*done, *(["left for you:"] if self.left else []), *(f"- {problem}" for problem in self.left)])
 
 

@@ -1,4 +1,4 @@
-"""The queries to the hosts: each alone, then how they reach each other; a fault is kept and stops no other host."""
+"""The queries to the hosts: each alone, then how they reach each other; a fault does not stop the others."""
 
 from __future__ import annotations
 
