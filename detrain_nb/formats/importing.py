@@ -108,7 +108,7 @@ def explain_no_spec(where: str | os.PathLike[str]) -> str:
 
 
 def explain_no_host(host: str) -> str:
-    """Return how to import a host list whose file name is given as a ``host``; empty if it is no such file."""
+    """Return how to import a host list whose file name is given as a ``host``; empty if it is not one."""
     with contextlib.suppress(SpecError):
         if os.path.isfile(host) and (kind := find_kind(read_text(locate(host)), name=host)) in (
             "hostfile",
