@@ -14,7 +14,7 @@ DetrainError
 │   ├── HostKeyError                  a host presents an unknown or revoked key
 │   └── WireError                     the peer sent something that is not a message
 ├── NodeLost                          a node's agent or launcher has exited, and its ranks with it
-├── RankLost                          the process of a rank exited unasked
+├── RankLost                          the process of a rank exited unexpectedly
 ├── CellTimeout                       a cell did not finish within its timeout
 ├── NotFinite (ArithmeticError)       the loss or a gradient is NaN or infinite
 ├── RankError                         a cell raised on at least one rank
@@ -221,7 +221,7 @@ class NodeLost(DetrainError):
 
 
 class RankLost(DetrainError):
-    """A rank whose process exited unasked; ``ranks`` lost their variables, the other ranks keep theirs."""
+    """A rank whose process exited unexpectedly; ``ranks`` lost their variables, the other ranks keep theirs."""
 
     def __init__(self, message: str, *, ranks: Iterable[int] = ()) -> None:
         self.ranks = tuple(sorted(ranks))

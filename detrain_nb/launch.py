@@ -40,7 +40,7 @@ _RANK_BYTES = 250_000_000  # memory of torch, a process group and a small model
 
 @dataclass(frozen=True)
 class RankConfig:
-    """Settings of a worker and its interpreter beside torchrun's own variables; passed in the environment."""
+    """Settings of a worker and its interpreter besides torchrun's own variables; passed in the environment."""
 
     agent_socket: str
     folder: str

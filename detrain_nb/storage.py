@@ -238,7 +238,7 @@ def has_password_of_user(where: str) -> bool:
 
 
 def needed_library(where: str) -> str:
-    """Return the library that opening a URL needs beside fsspec, such as ``s3fs``; empty when none."""
+    """Return the library that opening a URL needs besides fsspec, such as ``s3fs``; empty when none."""
     begins = _URL.match(where)
     if begins is None:
         return ""
