@@ -26,7 +26,7 @@ _TABLE_WIDTH = 118
 _NAME_WIDTH = 12
 _NARROWEST, _WIDEST = 18, 48
 _MARKS: dict[State, str] = {"good": "", "none": "", "warning": "! ", "bad": "✗ "}
-_LEFT = "text-align:left"  # as the values
+_LEFT = "text-align:left"  # like the values
 _STYLES: dict[State, str] = {
     "good": "",
     "none": "color:gray",
