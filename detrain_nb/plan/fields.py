@@ -118,7 +118,7 @@ def split_overrides(words: Sequence[str], *, is_ours: Callable[[str], bool]) -> 
     """Split ``words`` into the options ``--name value`` and ``--name=value`` with ``is_ours(name)``, and all others.
 
     The value is None when another option, or nothing, follows, except for the script's arguments, which may begin
-    with ``--``.
+    with ``--``. After a word ``--`` all words count as others.
     """
     found: dict[str, str | None] = {}
     others: list[str] = []
