@@ -130,7 +130,7 @@ def _take_folder(folder: Path) -> int:
 
 
 def remove_dead_agents(base: Path) -> None:
-    """Remove from ``base`` the folders of agents that died, perhaps with the machine, before removing them."""
+    """Remove from ``base`` the folders that agents left when they were killed, or when the machine went down."""
     with contextlib.suppress(OSError), os.scandir(base) as entries:
         for entry in entries:
             if not entry.name.startswith(".") or entry.name.startswith(ENDED_PREFIX):
