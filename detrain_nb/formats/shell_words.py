@@ -114,8 +114,7 @@ class _Splitter:
         redirect, before, depth = "", "\n", 0
         for number, (kind, piece, line) in enumerate(self._pieces()):
             if number == _MOST_PIECES:
-                said = f"more than {_MOST_PIECES:,} blanks, quotes and words up to here: give fewer"
-                raise SpecError(f"line {line}: {said}")
+                raise SpecError(f"line {line}: more than {_MOST_PIECES:,} blanks, quotes, words up to here: give fewer")
             if piece == "(" and kind == "end" and not command.words and (name := _name_array(pieces)):
                 command, pieces = Command(line=command.line, array=name), []
                 continue
