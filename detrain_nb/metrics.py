@@ -90,8 +90,8 @@ def note_step(step: int) -> None:
 def read_metrics(folder: str | None = None, *, rank: int | None = None, run: str | None = None) -> list[dict[str, Any]]:
     """Return the lines logged in ``folder`` (default as in ``log_metrics``), of all ranks or one, by step and rank.
 
-    ``run`` selects one of several runs logged there, "last" the one that began last; a Trainer labels its lines with the
-    time at which ``fit`` began. Incomplete lines, which a full disk leaves behind, and too long ones are skipped.
+    ``run`` selects one of several runs logged there, "last" the one that began last; a Trainer labels its lines with
+    the time at which ``fit`` began. Incomplete lines, which a full disk leaves behind, and too long ones are skipped.
     """
     place = Path(folder or os.environ.get(FOLDER_VARIABLE) or _USUAL_FOLDER)
     files = sorted(place.glob("rank-*.jsonl")) if rank is None else [place / f"rank-{rank}.jsonl"]
