@@ -476,7 +476,7 @@ class _Interpreter:
         if all(len(buffer) == size for buffer, size in zip(buffers, sizes)):
             del self._arriving[request]
             self._runner.user_ns[message.name] = values.unpack(message.description, buffers)
-            self._given.newly_overwritten()  # as for a broadcast
+            self._given.newly_overwritten()  # %push reports it, not the next cell
             self._send(RequestDone(self._rank, request))
 
     def _broadcast(self, message: Broadcast) -> None:

@@ -93,7 +93,7 @@ class NodeLink:
         self._connect = connect
         self._counts = connect is not None
         self._sending = threading.Lock()
-        self._moved = threading.Condition(self._sending)  # the node has taken something, or the link is closed
+        self._moved = threading.Condition(self._sending)  # signalled when the node takes data, or the link closes
         self._unread_bytes: int = limits.unasked_bytes  # of headers that the node may still send
         self._sent = 0  # the number of the last message, if they are counted
         self._unreceived: deque[tuple[int, bytes]] = deque()
@@ -104,7 +104,7 @@ class NodeLink:
         self.broken_at: float | None = None  # when the connection was lost; None while connected
         self._connected_at, self._gap_s = time.monotonic(), _FIRST_RETRY_S  # the pause before the next attempt
         self._wake, self._woken = socket.socketpair()
-        self._wake.setblocking(False)  # a full one wakes as well
+        self._wake.setblocking(False)  # if its buffer is full, the thread wakes too
         self._woken.setblocking(False)
         self.is_closed = False
         self._is_ending = False

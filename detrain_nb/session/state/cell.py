@@ -180,7 +180,7 @@ class Cell:
         self._hosts.update(hosts)
 
     def shown_so_far(self) -> Callable[[], bool]:
-        """Return a function that returns True once all taken so far is shown; without observers, at the cell's end."""
+        """Return a function that returns True once all taken so far is shown; without observers, after the cell."""
         question = self.observers.shown_so_far() if self.observers else None
 
         def is_shown() -> bool:
