@@ -126,7 +126,7 @@ class JobMagics(Magics):
         return self._submit_spec("%%torchrun", spec, args)
 
     def _submit_spec(self, prog: str, spec: PipelineSpec, args: Any, *, file: str | None = None) -> Job | None:
-        """Submit a spec; returns the job unless the cell follows it, shows its view or stores it in a variable."""
+        """Submit a spec; returns the job for display: None if the cell follows or views it, or ``--out`` names it."""
         from ..jobs import submit
 
         with told_when_interrupted(prog, "%job list shows whether it is running"), self._line() as say:

@@ -175,8 +175,8 @@ class Job(ShownAsText):
     ) -> JobLog:
         """Return its output so far, of one node or rank or of all; with ``follow``, all output until its end.
 
-        ``torchrun``: include the log of torchrun. ``tail``: of the output so far, only so many last lines of each
-        rank, at most 4 MB. ``on_line`` gets each line as it arrives, and the result is empty then; ``on_piece`` as in
+        ``torchrun``: include the log of torchrun. ``tail``: of the output so far, only this many last lines of each
+        log, at most 4 MB. ``on_line`` gets each line as it arrives, and the result is empty then; ``on_piece`` as in
         `attach`. Another thread can end the call with ``cancel``.
         """
         kept = Kept(self.id, _MOST_BYTES)
