@@ -320,8 +320,8 @@ class _Interpreter:
     def _was_freed(self, error: BaseException, ended_before: int) -> bool:
         """Return whether a stop has ended the generation in which the cell waited.
 
-        A rank that waits for another is freed as soon as that one's generation ends: its own end may come a little
-        later.
+        A rank that waits for another one is freed as soon as the other rank ends the generation; this rank may end it a
+        little later.
         """
         if not self._interrupts.is_due:
             return False

@@ -26,7 +26,7 @@ class ProcessGroups:
         self._groups = link.state.groups
 
     def mend_for_some(self) -> str:
-        """Recreate the groups for a cell that can do without; returns why there is none, once for the same ranks."""
+        """Recreate the groups for a cell on some ranks, which can run without; returns why that failed, only once."""
         if self._groups.is_given_up(self._state.incarnations) and not self._groups.all_have(self._state.ranks):
             return ""
         try:
@@ -80,7 +80,7 @@ class ProcessGroups:
             raise LaunchError(f"{format_ranks(failed)} could not make the process group: {quote(failed[min(failed)])}")
 
     def begin(self) -> None:
-        """Start a new generation if the ranks would not count the groups that cells make alike.
+        """Start a new generation if ranks may differ in their count of the groups that cells have made.
 
         That is the case when a rank is fresh, the last generation was ended, or the comparison was switched on or off.
         """
@@ -113,7 +113,7 @@ class ProcessGroups:
             return []
         lost = self._state.lost
         answering = {rank for rank in self._state.ranks if rank not in lost} - set(without_waiting_for)
-        # a starting rank may have been told to make it, if that crossed the report of a death
+        # a starting rank may have received NewGeneration, if that crossed the report of its death
         told = [rank for rank in self._state.ranks if rank not in lost or not lost[rank].down]
         ended = self._groups.expect_end(answering)
         self._link.send(EndGeneration(told, self._groups.number))
@@ -150,7 +150,7 @@ class ProcessGroups:
 
 
 def describe_new_groups(stale: Iterable[str], *, is_wanted: bool = True) -> str:
-    """Say what happens after a generation was ended; ``stale`` are the variables made with it."""
+    """Describe what happens after a generation was ended; ``stale`` are the variables made with it."""
     again = f"recreate what was made with the old ones: {', '.join(stale)}" if stale else ""
     if is_wanted:
         return "the process groups are recreated before the next cell" + (f": {again}" if again else "")

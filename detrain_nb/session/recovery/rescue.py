@@ -168,7 +168,7 @@ class Rescue:
             self._link.send(Replace(list(left), cell.number))
             if not cell.wait(self._limits.replace_s):
                 story.verdicts = self._judge(story)
-            story.replaced = tuple(rank for rank in left if rank in cell.lost)  # another one's end was just arriving
+            story.replaced = tuple(rank for rank in left if rank in cell.lost)  # the others ended it before
 
     def _interrupt(self, cell: Cell) -> None:
         if cell.running:
@@ -237,8 +237,8 @@ class Rescue:
         cell = story.cell
         everyone = self._state.ranks
         before: dict[int, Position] = self._link.locate(cell.running, stack=False)
-        for rank, position in before.items():  # asked after the cell was sent, if it was sent at all
-            if position.state == "idle":  # its end, due before this answer, was lost
+        for rank, position in before.items():
+            if position.state == "idle":  # it never got the cell, or its end of the cell, due before this, was lost
                 with self._state.held():
                     cell.withdraw(rank)
         cell.wait(self._limits.judge_gap_s)

@@ -40,8 +40,8 @@ class CellExecution:
     def run(self) -> str:
         """Send the cell to its ranks and wait until they have ended it.
 
-        Ranks that can only be waiting for a rank that has failed, or that does not run the cell, are stopped. Returns
-        a description of what happened to them; empty if none were stopped.
+        Ranks that can only be waiting for a rank that has failed, or that does not run the cell, are stopped; returns
+        a description of what happened to them, or an empty string.
         Raises: CellTimeout, CellInterrupted, RankLost, NodeLost. After KeyboardInterrupt, ``stop_gap_s`` passes before
         the ranks are interrupted: a front end that restarts its kernel interrupts it first.
         """
