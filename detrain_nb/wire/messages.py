@@ -116,8 +116,8 @@ class Alive(Message, number=6):
 class EndSession(Message, number=7):
     """End the ranks and the agent.
 
-    With ``keep_s`` the agent stays that long, with the modules that its ranks imported, for ``Begin`` on the same
-    connection; ``Kept`` is then its last message about this session.
+    With ``keep_s`` the agent stays for that many seconds, with the modules that its ranks imported, for ``Begin`` on
+    the same connection; ``Kept`` is then its last message about this session.
     """
 
     keep_s: float = 0.0
@@ -204,7 +204,7 @@ class Replace(Message, number=13):
 class Renumber(Message, number=14):
     """Renumber ranks, ``numbers[i]`` for ``ranks[i]``, in a smaller world; ``RequestDone`` has the new number.
 
-    All of them are idle, and their groups were ended.
+    All these ranks are idle, and their groups were ended.
     """
 
     ranks: list[int]

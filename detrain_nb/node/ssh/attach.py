@@ -1,7 +1,7 @@
 """The attach program: copies bytes between the notebook's SSH channel (stdin and stdout) and the agent's socket.
 
-It starts the agent if asked to. The agent goes on when this program exits. A notebook that sends nothing any more has
-disappeared, even if sshd has not noticed: then this program hangs up, and another notebook may take the session.
+It starts the agent if asked to. The agent continues when this program exits. A notebook that no longer sends anything
+has disappeared, even if sshd has not noticed: then this program hangs up, and another notebook may take the session.
 """
 
 from __future__ import annotations

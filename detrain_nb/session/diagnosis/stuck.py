@@ -12,7 +12,7 @@ from collections.abc import Collection, Mapping
 
 from .diagnosis import Verdict
 
-_LOOKS, _LASTS_S = 3, 1.9  # number of equal looks, and the least time that they span
+_LOOKS, _LASTS_S = 3, 1.9  # this many equal looks, over this many seconds
 
 
 class StuckWatch:

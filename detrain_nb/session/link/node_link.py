@@ -1,10 +1,10 @@
 """The session's end of the byte stream to one node: any thread queues, one background thread sends and receives.
 
 It acknowledges to the agent, with some delay, what has been shown: if a notebook is killed in between, the next one
-shows that part again, and misses nothing. If the connection can break while the agent keeps running, the link
-reconnects: both sides count their messages, and resend those that have not arrived. It also sends regular signs of
-life, without which the node would release the notebook's session. The node answers them, else nothing would reveal a
-node that fell silent behind another host.
+shows that part again, and misses nothing. If the connection can break while the agent goes on, the link reconnects:
+both sides count their messages, and send again those that have not arrived. It also sends regular signs of life: a
+node that receives none hangs up, and another notebook may take the session. The agent answers each, as nothing else
+would reveal a node that fell silent behind a jump host.
 """
 
 from __future__ import annotations

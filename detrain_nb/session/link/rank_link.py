@@ -67,7 +67,7 @@ class RankLink:
     def end(self, *, limit_s: float, keep_s: float = 0.0) -> list[int]:
         """Ask the agents to end everything, and wait until they have; returns the nodes whose agent has not.
 
-        With ``keep_s`` an agent may stay that long for another session; its link then ``is_kept``.
+        With ``keep_s``, an agent may stay that many seconds for another session: its link ``is_kept`` then.
         """
         for link in self.node_links:
             with contextlib.suppress(TransportError):

@@ -2,8 +2,8 @@
 
 A first press of stop raises KeyboardInterrupt on every rank. Ranks that wait in a collective or in the store cannot
 notice it: their generation of process groups is ended on every rank, and their wait with it. A rank that computes
-notices it when it returns to Python. A second press ends the generation without checking, a third replaces the ranks
-that are left. Presses are counted per cell for as long as a rank runs it, even if the prompt returned in between.
+in C notices it when it returns to Python. A second press ends the generation without checking, a third replaces the
+ranks that are left. Presses are counted per cell for as long as a rank runs it, even if the prompt returned in between.
 """
 
 from __future__ import annotations
