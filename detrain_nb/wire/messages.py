@@ -289,11 +289,11 @@ class Piece(Message, number=21):
 class Attached(Message, number=22):
     """Answer to ``Attach``: which incarnation of an agent this is, what it runs on, and what it remembers.
 
-    ``ranks`` is empty before the launch. Messages up to ``acknowledged`` were shown, those up to ``sent`` possibly,
-    those up to ``last_number`` not by this notebook. The state of cells and ranks was sent before, without a number:
-    ``RanCell``, ``Unfinished``, ``RankUp``, ``RankEnded``. Of the notebook's own messages, those up to ``received``
-    have arrived. ``free_bytes``: free memory; 0 if unknown. ``info`` is that of ``Launch``, plus optional abilities of
-    this agent: ``measures``, ``tells_variables``.
+    ``ranks`` is empty before the launch. Messages up to ``acknowledged`` were shown, those up to ``sent`` may have
+    been, and all up to ``last_number`` were meant for an earlier notebook. The state of cells and ranks was sent
+    before, without a number: ``RanCell``, ``Unfinished``, ``RankUp``, ``RankEnded``. Of the notebook's own messages,
+    those up to ``received`` have arrived. ``free_bytes``: free memory; 0 if unknown. ``info`` is that of ``Launch``,
+    plus optional abilities of this agent: ``measures``, ``tells_variables``.
     """
 
     incarnation: str
@@ -600,7 +600,7 @@ class Position(Message, number=47):
 class RankEnded(Message, number=48):
     """The interpreter of a rank ended: by ``signal`` or, if that is 0, with ``exit_code``.
 
-    ``reason``: what else is known (out of memory). ``asked``: it was to be replaced. ``down``: why no fresh one is
+    ``reason``: what else is known (out of memory). ``asked``: it was replaced on request. ``down``: why no fresh one is
     started; empty if one is.
     """
 

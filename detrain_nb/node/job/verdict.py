@@ -39,7 +39,7 @@ def judge(outputs: Outputs, code: int, *, folder: Path, log: str, stopped: bool)
 
 
 def _find_first(outputs: Outputs) -> RankOutcome | None:
-    """Return the rank of the last start that failed first; later ones were killed, or failed without it."""
+    """Return the first rank that failed in the last start; the others were killed then, or failed as it was missing."""
     failed = [each for each in outputs.outcomes if each.exit_code and each.restart == outputs.restarts]
     return min(failed, key=lambda each: each.ended_at, default=None)
 

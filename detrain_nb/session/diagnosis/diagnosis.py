@@ -359,8 +359,8 @@ class HangWatch:
     def is_hopeless(self, *, now: float) -> bool:
         """Return whether all ranks still in a cell have waited for several times ``hang_s``, with no rank left to join.
 
-        The last look must have had stacks. A message may be in transit unseen for a long time: a rank that waits for one
-        is given at least ``message_s``.
+        The last look must have had stacks. A message may be in transit for a long time unseen: a rank that waits for
+        one is given at least ``message_s``.
         """
         left = {rank for rank, verdict in self._verdicts.items() if verdict.kind != "idle"}
         limit_s = _HOPELESS * max(self.hang_s, 1.0)
