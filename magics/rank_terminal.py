@@ -34,7 +34,7 @@ class Drawn(str):
 
 @dataclass(frozen=True)
 class Fed:
-    """The changes by a text."""
+    """The changes that a text has made."""
 
     final: list[str]  # lines that cannot be drawn on any more
     new: list[str]  # lines that will probably not change: to show now, final later

@@ -81,7 +81,8 @@ class ShippedSource:
 
     ``commit`` is the ref, if that is a commit; else the first node that fetches reports it, ``said_by`` is that node's
     name, and all others must find the same commit. The first node that does not reach the host sets ``unreached``:
-    then no node has to. Threads that send the source share it, and hold ``lock`` for what only one of them may do.
+    then no further node is asked to fetch. Threads that send the source share it, and hold ``lock`` for steps that only
+    one of them may take.
     """
 
     program: tuple[str, ...]
