@@ -134,9 +134,9 @@ class RankLink:
         return self.node_links[0].is_closed
 
     def detach(self, *, is_seen: bool) -> None:
-        """Hang up; agents and ranks keep running. ``is_seen``: see ``NodeLink.close``."""
-        left = f"session {self._session!r} was detached; its ranks keep running"
-        self.state.fail(SessionError(f"{left}: %distributed attach {self._session} takes them up again"))
+        """Hang up; agents and ranks continue. ``is_seen``: see ``NodeLink.close``."""
+        left = f"session {self._session!r} was detached, its ranks continue"
+        self.state.fail(SessionError(f"{left}: %distributed attach {self._session} reconnects to them"))
         self._close(is_seen=is_seen)
 
     def describe_unreachable(self, *, now: float) -> str:
@@ -144,7 +144,7 @@ class RankLink:
         parts = []
         for node, since_s in self.broken_s(now=now).items():
             ranks = [rank for rank, owner in list(self.state.node_of.items()) if owner == node]
-            name, go_on = self.state.nodes[node], "keeps running" if len(ranks) == 1 else "keep running"
+            name, go_on = self.state.nodes[node], "continues" if len(ranks) == 1 else "continue"
             words = f"no connection to {name} for {since_s:.0f} s, trying again: {format_ranks(ranks)} {go_on}"
             why = self.node_links[node].why_broken
             parts.append(f"{words} ({why})" if why else words)

@@ -46,7 +46,7 @@ class Core:
         self.rescue = Rescue(self.link, self.process_groups)
         self.settings = SessionSettings(self.link, self.process_groups, self.require_alive)
         self.is_stopped = False
-        self.is_left = False  # detached: its ranks go on
+        self.is_left = False  # detached: its ranks continue
 
     @property
     def is_alive(self) -> bool:

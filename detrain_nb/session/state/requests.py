@@ -46,7 +46,7 @@ class Request:
         return self._left_as
 
     def leave_as(self, what: str) -> None:
-        """Stop waiting while ranks go on with the request; ``what`` names what they do."""
+        """Stop waiting while ranks continue with the request; ``what`` names what they do."""
         self._left_as = what
 
     def take(self, message: Any) -> None:
