@@ -247,6 +247,7 @@ class DataCheck:
 
     @property
     def is_same(self) -> bool:
+        """True if no node differs from the others."""
         return not any(self.differences.values())
 
     @property

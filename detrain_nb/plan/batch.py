@@ -23,6 +23,7 @@ class Batch:
 
     @property
     def global_size(self) -> int:
+        """The number of samples of one step, over all replicas."""
         return self.replicas * self.replica_size
 
     def __str__(self) -> str:

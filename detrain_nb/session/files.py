@@ -127,6 +127,8 @@ class SessionFiles(SlotsOnly):
     ) -> dict[str, Copied]:
         """Copy local files and folders into the folder ``target`` of ``nodes`` (all): ``{node: what was copied}``.
 
+        session.files.put(["data", "vocab.txt"], nodes="gpu1,gpu2")
+
         A relative target is resolved against the folder that the ranks start in, which is the default.
         ``on_progress`` receives the files done, the bytes done and the total bytes, of all nodes together.
         Raises: SpecError for a missing local path; DetrainError with the node and the path, when all nodes are done.
@@ -153,6 +155,8 @@ class SessionFiles(SlotsOnly):
     ) -> dict[str, Copied]:
         """Copy files and folders of ``nodes`` (all) into the local ``folder``; with several nodes, one subfolder each.
 
+        session.files.get("checkpoints", "results", nodes="gpu1")
+
         Paths and ``on_progress`` are as in ``put``. Links and devices are not copied. Raises: as ``put``.
         """
         from ..deploy.files import get, label, on_every
@@ -170,7 +174,10 @@ class SessionFiles(SlotsOnly):
         return dict(zip(map(label, chosen), copied))
 
     def check_data(self, path: str) -> DataCheck:
-        """Compare the files under ``path`` on all nodes, by names, sizes and samples. Raises: as ``put``."""
+        """Compare the files under ``path`` on all nodes, by names, sizes and samples. Raises: as ``put``.
+
+        ``is_same`` of the result is True if no node differs; ``differences`` has the differences by node.
+        """
         from ..deploy.sync import check
 
         check_text("path", path)
