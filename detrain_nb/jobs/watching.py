@@ -48,6 +48,7 @@ class JobNews:
     """A job as it is now. ``parts``: new parts of its logs since the last news; at first, the last part of each log.
 
     ``curves`` has all logged metrics and grows while the job runs: read it only in the call that passes it.
+    ``checkpoints`` are pairs of a step and the time at which it was complete, in seconds since the epoch.
     ``unreached`` nodes are in ``status`` as they were when they last answered. ``begun``: by node and source, the
     unfinished line of a log, such as a moving bar. ``is_last``: all nodes have reported all, and no more news follows.
     """
