@@ -309,7 +309,7 @@ class Job(ShownAsText):
     ) -> Fetched:
         """Fetch artifacts into the folder ``to``: those that match ``pattern``, by default the spec's ``artifacts``.
 
-        job.fetch("*.pt", "models").files  # ('model.pt',)
+        files = job.fetch("*.pt", "models").files  # ('model.pt',)
 
         A local file that differs is kept, unless it is as an earlier fetch of this job left it, or ``replace`` is set.
         ``anyway``: fetch what exists, from the nodes that answer, even if the job is not over or failed.
@@ -344,7 +344,7 @@ class Job(ShownAsText):
     def execute(self, command: str, *, timeout_s: float = COMMAND_LIMIT_S, on_line: OnLine | None = print) -> Executed:
         """Run a shell command on all its nodes, in its folder and with its environment, without its secrets.
 
-        job.execute("nvidia-smi").status  # the largest exit status
+        status = job.execute("nvidia-smi").status  # the largest exit status
 
         ``on_line`` gets each line as a `LogLine`; None shows nothing. The command is killed after ``timeout_s`` s.
         Raises: SpecError for an empty command. A node that cannot be reached does not raise: see `Executed`.
