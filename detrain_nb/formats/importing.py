@@ -45,7 +45,7 @@ _OF_NODES = ("lease", "ravnest", "ssh_config", "hostfile")  # files with nodes o
 def import_file(where: str | os.PathLike[str], *, kind: str = "") -> Imported:
     """Import a file of another tool from a path or an fsspec URL; ``kind`` is one of `IMPORTERS`, detected by default.
 
-    Raises: SpecError with the place in the file.
+    Raises: SpecError with the place in the file, or when its kind is not recognized.
     """
     location = locate(where)
     return import_text(read_text(location), name=location.name, kind=kind)
