@@ -35,13 +35,22 @@ def examine(
 ) -> Report:
     """Examine hosts that are reached over SSH: each one alone, then the links between them.
 
+    report = examine("alice@gpu1,gpu2:2222", bandwidth=True, on_progress=print)
+
     Nothing is written on the hosts. Each opens a port for a moment, on the address at which the others reach it.
-    ``bandwidth``: also measure it, between the hosts and from the notebook; this loads the network for a second or two
-    for each other host. ``speed``: measure the speed of a rank of each host relative to the fastest, all ranks at once
-    on the devices that they would use; this loads the devices for a second or two. ``on_progress`` is called with a
-    line before every part, ``ask_passphrase`` when a key needs one, ``meanwhile`` repeatedly, all in the calling
-    thread; an exception from any of them ends the examination. ``config_path`` replaces ~/.ssh/config.
-    Raises: SpecError when the nodes are invalid.
+
+    - ``nodes``: a nodes file, text such as ``alice@gpu1,gpu2:2222``, or a list of nodes; not this machine.
+    - ``bandwidth``: also measure it, between the hosts and from the notebook; this loads the network for a second or
+      two for each other host.
+    - ``speed``: measure the speed of a rank of each host relative to the fastest, all ranks at once on the devices that
+      they would use; this loads the devices for a second or two.
+    - ``on_progress`` is called with a line before every part, ``ask_passphrase`` with the path of a key file that needs
+      a passphrase, ``meanwhile`` repeatedly, all in the calling thread; an exception from any of them ends the
+      examination.
+    - ``config_path`` replaces ~/.ssh/config.
+
+    A host that cannot be reached does not raise: it is a problem of the report.
+    Raises: SpecError when the nodes are invalid, or one is this machine.
     """
     transports = transports_to(nodes)
     chosen = nodes_of(transports)
@@ -86,7 +95,7 @@ def _memory_of(host: Host) -> float | None:
 
 @dataclass(frozen=True, repr=False)
 class Fixed:
-    """The fixes that `fix` made, and the problems left for the user."""
+    """The fixes that `fix` made, each with its host, and the problems left for the user."""
 
     done: tuple[str, ...]
     left: tuple[Problem, ...]
@@ -97,7 +106,7 @@ class Fixed:
 
 
 def fix(report: Report) -> Fixed:
-    """Create our folder on hosts that lack it, and set its mode to 700 where other users can enter it.
+    """Create detrain_nb's folder on hosts that lack it; set its mode to 700 where other users can enter it.
 
     Nothing else is safe to fix automatically: the other problems are returned with their commands. A fix that fails
     changes nothing.
