@@ -54,7 +54,7 @@ class SpecFile:
 
     @property
     def is_formatted(self) -> bool:
-        """Whether a rewrite would keep the text as it is; comments, for one, would be lost."""
+        """True if a rewrite would keep the text as it is. It would lose comments, for example."""
         return self.data is not None and self.text == format_document(self.data, suffix_of(self.path))
 
 
