@@ -515,7 +515,7 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     "subclass": (torch.nn.UninitializedParameter, "UninitializedParameter and cannot travel: use a plain torch.Tensor"),
     "tensor as a key": (
         lambda: {torch.ones(1): 1},
-        "a key of x is a torch.Tensor and cannot travel: identity does not",
+        "a key of x is a torch.Tensor and cannot travel: identity, by which keys are found, does not",
     ),
     "tensor in a set": (lambda: {(1, torch.ones(1))}, "an element of x[1] is a torch.Tensor and cannot travel"),
 }
