@@ -13,6 +13,9 @@ import re
 from functools import partial
 from typing import Any
 
+from sphinx.util.inspect import signature as read_signature
+from sphinx.util.inspect import stringify_signature
+
 _LABELS = ("Collective", "Raises", "Returns", "Shapes", "Source", "Units")
 _LINE = re.compile(rf"^(?P<label>{'|'.join(_LABELS)}): (?P<rest>.*)$")
 _WITHIN = re.compile(r"^(?P<before>\S.*\.)\s+(?P<label>Collective|Raises|Returns): (?P<rest>.*)$")
@@ -68,8 +71,11 @@ def _as_block(part: str, language: str) -> str:
 
 
 def _shorten_signature(
-    app: Any, what: str, name: str, obj: object, options: Any, signature: str | None, returned: str | None
+    app: Any, what: str, name: str, obj: Any, options: Any, signature: str | None, returned: str | None
 ) -> tuple[str | None, str | None]:
+    """A class whose ``__new__`` takes anything, to check it, has the arguments of ``__init__``."""
+    if what == "class" and signature and signature.startswith("(*args"):
+        signature = stringify_signature(read_signature(obj.__init__, bound_method=True), show_return_annotation=False)
     return signature and signature.replace("<factory>", "..."), returned
 
 

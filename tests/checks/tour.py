@@ -18,7 +18,7 @@ TOUR = Path(__file__).resolve().parents[2] / "docs" / "tour.md"
 LIMIT_S = 120
 _BLOCK = re.compile(r"```python\n(?P<code>.*?)```\n(?:\n```text\n(?P<shown>.*?)```\n)?", re.DOTALL)
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
-_VARIES = ((re.compile(r"\(pid \d+\)"), "(pid 12345)"),)
+_VARIES = ((re.compile(r"\(pid \d+\)"), "(pid 12345)"), (re.compile(r"read at [\d:]+"), "read at 12:00:00"))
 
 
 def read_cells(text: str) -> Iterator[tuple[str, str]]:
