@@ -75,7 +75,8 @@ def _shorten_signature(
 ) -> tuple[str | None, str | None]:
     """A class whose ``__new__`` takes anything, to check it, has the arguments of ``__init__``."""
     if what == "class" and signature and signature.startswith("(*args"):
-        signature = stringify_signature(read_signature(obj.__init__, bound_method=True), show_return_annotation=False)
+        given = read_signature(obj.__init__, bound_method=True)
+        signature = stringify_signature(given, show_return_annotation=False, unqualified_typehints=True)
     return signature and signature.replace("<factory>", "..."), returned
 
 
