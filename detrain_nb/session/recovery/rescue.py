@@ -23,7 +23,10 @@ from .process_groups import ProcessGroups, describe_new_groups
 
 _PRESSES = 3
 # A stop interrupts each rank at a different line: one may have taken the optimizer's step, and another not.
-_MAY_BE_APART = "replicas of a model may be a step apart: %broadcast MODEL,OPTIMIZER makes them equal"
+_MAY_BE_APART = (
+    "some ranks may have taken one optimizer step more: %broadcast MODEL,OPTIMIZER makes them equal "
+    "(of a DDP model, broadcast the plain module, MODEL.module)"
+)
 _GOES_ON = "stop that cell with %distributed interrupt"
 
 
