@@ -56,7 +56,7 @@ def test_default_group_that_has_ended_is_to_be_made_first() -> None:
     with pytest.raises(ValueError, match="Default process group") as caught:
         torch.distributed.all_reduce(torch.ones(1))
     said = stale.explain(caught.value, str(caught.value))
-    words = "the process groups have been ended: call dist.init_process_group() again, then make mesh again (Default "
+    words = "the process groups were ended: call dist.init_process_group() again, then run the cell that creates mesh again ("
     assert said.startswith(words)
 
 

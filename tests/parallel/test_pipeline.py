@@ -259,9 +259,9 @@ def test_error_of_a_rank_is_told_where_the_other_waits_for_it_in_vain(failing: S
     ) as caught:
         failing.run_cell("stages.train_step(on_ranks.draw(8, 8), on_ranks.draw(8, 8))", timeout_s=4)
     assert "rank 0 waited in step (line 1): freed" in str(caught.value)
-    assert str(caught.value).endswith("recreate what was made with the old ones: stages")
+    assert str(caught.value).endswith("run the cell that creates stages again")
     with pytest.raises(
-        RankError, match="stages was made with process groups that have been ended since: make it again"
+        RankError, match="stages uses a process group that no longer exists: run the cell that creates stages again"
     ):
         failing.run_cell("stages.predict(on_ranks.draw(8, 8))", timeout_s=10)
 

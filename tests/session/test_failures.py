@@ -122,7 +122,7 @@ def checked(session: Session) -> Iterator[Session]:
     """Its ranks compare collectives before they begin them."""
     session.run_cell("mine = dist.new_group([0, 1])")
     assert session.settings.check_collectives() == (
-        "the process groups are recreated before the next cell: recreate what was made with the old ones: mine"
+        "the process groups are recreated before the next cell: run the cell that creates mine again"
     )
     yield session
     session.settings.check_collectives(False)

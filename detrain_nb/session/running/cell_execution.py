@@ -9,6 +9,7 @@ from ...errors import CellInterrupted, CellTimeout, RankLost, format_ranks
 from ...wire import Position, RunCell
 from ..diagnosis.diagnosis import HangWatch, describe_last, judge
 from ..diagnosis.stuck import StuckWatch
+from ..recovery.process_groups import describe_new_groups
 from ..state.cell import Cell
 from ..state.rank_deaths import advice, describe_ends
 from .core import Core
@@ -118,7 +119,7 @@ class CellExecution:
         elif kept:
             lines.append(f"{format_ranks(kept)} kept {'its' if len(kept) == 1 else 'their'} variables")
         if stale := self._state.groups.stale:
-            lines.append(f"recreate what was made with the old process groups: {', '.join(stale)}")
+            lines.append(describe_new_groups(stale, is_wanted=self._state.groups.is_wanted))
         return RankLost("\n".join(lines), ranks=cell.lost)
 
     def _told_of_sizes(self) -> list[str]:
