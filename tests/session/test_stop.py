@@ -301,7 +301,7 @@ def test_rank_that_was_left_in_a_stopped_cell_is_looked_at_when_it_has_ended_it(
     assert "process groups" not in stopped.note
     watcher = Watcher()
     assert equipped.run_cell(COLLECTIVE, observer=watcher).values == {0: 2.0, 1: 2.0}
-    assert "run the cell that creates work again" in "".join(watcher.notices)
+    assert "run the cells that create ddp, " in "".join(watcher.notices)
 
 
 def _stop_or_fail(session: Session, code: str) -> RankError:
