@@ -216,7 +216,7 @@ class SessionCommands:
         self._say(session.log.describe_replay(replayed, are_chosen=cells is not None) + "\n")
         for cell, error in replayed.items():
             if error is not None:
-                self._say(f"cell {cell} failed: {error}\n", "stderr")
+                self._say(f"cell {cell}: {error}\n", "stderr")
 
     def _config(self, args: Any) -> None:
         holder = self._holder
