@@ -25,7 +25,7 @@ _NEW = "--- not shown before:"
 _THERE = re.compile(
     r"session (\S+) of this notebook was left running \(agent pid \d+\): "
     r"%distributed attach takes it up and shows missed output, %distributed restart starts new ranks, "
-    r"%distributed stop stops it; without a notebook it ends by itself after 10 minutes\n"
+    r"%distributed stop stops it; it ends 10 minutes after its notebook leaves\n"
 )
 _KEPT_BY_ATTACH = (
     "to keep its variables, attach first: "
@@ -418,7 +418,7 @@ def test_detached_session_is_attached_to_by_the_same_kernel_and_by_another(start
         assert "this notebook holds no session" in front.run("%distributed status")
         assert front.run("%distributed attach shared") == "<Session 'shared': 2 ranks on cpu, running>\n"
     assert front.run("%distributed detach") == detached
-    ends = "without a notebook it ends by itself after 10 minutes; %distributed stop shared stops it"
+    ends = "it ends 10 minutes after its notebook leaves; %distributed stop shared stops it"
     assert re.search(rf"^shared  agent pid \d+  {ends}$", other.run("%distributed list"), re.MULTILINE)
     assert other.run("%distributed attach shared") == "<Session 'shared': 2 ranks on cpu, running>\n"
     assert re.search(r"^shared  agent pid \d+  \(this notebook\)$", other.run("%distributed list"), re.MULTILINE)

@@ -137,7 +137,7 @@ def test_every_session_that_waits_is_told_of_by_its_name(kernel: Any, request: p
     assert re.search(
         rf"^session {names[0]} of this notebook was left running \(agent pid \d+\): "
         rf"%distributed attach {names[0]} takes it up and shows missed output, %distributed stop {names[0]} stops it; "
-        rf"without a notebook it ends by itself after 10 minutes\n"
+        rf"it ends 10 minutes after its notebook leaves\n"
         rf"to keep its variables, attach first: "
         rf"%distributed start --name {names[0]} stops its ranks, and all their variables are lost\n"
         rf"unless you attach, the next %%distributed cell starts another session next to it\n",
@@ -165,7 +165,7 @@ def test_cell_that_starts_a_session_beside_one_that_waits_says_so(kernel: Any) -
     assert re.fullmatch(
         r"session waits of this notebook stays next to the new one \(agent pid \d+\): %distributed detach, then "
         r"%distributed attach waits takes it up; %distributed stop waits stops it; "
-        r"without a notebook it ends by itself after 2 minutes\n",
+        r"it ends 2 minutes after its notebook leaves\n",
         beside.text(),
     ), beside.text()
     assert beside.rich() == ["[0] False"]
