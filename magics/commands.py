@@ -161,7 +161,7 @@ class SessionCommands:
     def _detach(self, args: Any) -> None:
         session = self._holder.running()
         self._holder.detach()
-        print(f"detached: the ranks keep running; %distributed attach {session.name} takes them up again")
+        print(f"detached: the ranks keep running; %distributed attach {session.name} reconnects to them")
 
     def _status(self, args: Any) -> None:
         display(self._holder.running().status())

@@ -168,7 +168,7 @@ class SessionHolder:
         is_left = there is not None and there.is_left and there.holder == self.name
         if there and there.nodes and wanted.nodes is None and not (wanted.fresh or is_left):
             raise SessionError(  # its ranks would keep running, and no longer be found under this name
-                f"session {name!r} is already running, {there}: %distributed attach {name} takes it up, "
+                f"session {name!r} is already running, {there}: %distributed attach {name} reconnects to it, "
                 "%distributed start --fresh stops it first, --name starts this one under another name"
             )
         if there and (wanted.fresh or is_left):

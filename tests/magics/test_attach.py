@@ -23,8 +23,8 @@ _LIMIT_S = 60.0
 _PERHAPS = "--- possibly shown before:"
 _NEW = "--- not shown before:"
 _THERE = re.compile(
-    r"session (\S+) of this notebook was left running \(agent pid \d+\): "
-    r"%distributed attach takes it up and shows missed output, %distributed restart starts new ranks, "
+    r"session (\S+) of this notebook is still running \(agent pid \d+\): "
+    r"%distributed attach reconnects to it and shows missed output, %distributed restart starts new ranks, "
     r"%distributed stop stops it; it ends 10 minutes after its notebook leaves\n"
 )
 _KEPT_BY_ATTACH = (
@@ -412,7 +412,7 @@ def test_detached_session_is_attached_to_by_the_same_kernel_and_by_another(start
     front, other = start_front("/x/first.ipynb"), start_front("/x/second.ipynb")
     front.run("%distributed start -n 2 --name shared --no-init")
     front.run("%%distributed\nx = rank + 5\nprint('shown')")
-    detached = "detached: the ranks keep running; %distributed attach shared takes them up again\n"
+    detached = "detached: the ranks keep running; %distributed attach shared reconnects to them\n"
     for _ in range(2):
         assert front.run("%distributed detach") == detached
         assert "this notebook holds no session" in front.run("%distributed status")
@@ -441,7 +441,7 @@ def test_session_of_another_name_is_found_by_its_notebook_again(start_front: Any
     front.run("%%distributed\nx = rank")
     said = front.restart()
     assert re.search(
-        r"session tuesday of this notebook was left running .*: %distributed attach tuesday .* stop tuesday stops", said
+        r"session tuesday of this notebook is still running .*: %distributed attach tuesday .* stop tuesday stops", said
     )
     assert start_front("/x/stranger.ipynb").run("%distributed list").count("tuesday  agent pid") == 1
     assert "<Session 'tuesday'" in front.run("%distributed attach")
