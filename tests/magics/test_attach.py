@@ -180,7 +180,7 @@ def test_restarted_kernel_finds_the_cell_running_and_all_it_printed(start_front:
     [name] = _THERE.fullmatch(there).groups()  # type: ignore[union-attr]
     assert name.startswith("My-training-")
     before = front.text(counting)
-    assert f"SessionError: session '{name}' was left, its ranks go on: %distributed attach" in before
+    assert f"disconnected from session '{name}', whose ranks keep running: %distributed attach" in before
     attach = front.begin("%distributed attach")
     front.wait(lambda: "is still running on ranks 0-1; its output appears here\n" in front.text(attach))
     last = _numbers(front.text(attach), 0)[-1]

@@ -762,7 +762,10 @@ def test_death_of_what_holds_the_ranks_is_told_and_leaves_nothing(
     [
         ("killed", r"the connection to the agent of session '[\w-]+' was closed \(.+\): %distributed restart"),
         ("stopped", r"session '[\w-]+' has ended: start another one"),
-        ("left", r"session '[\w-]+' was left, its ranks go on: %distributed attach \S+ comes back to them"),
+        (
+            "left",
+            r"has disconnected from session '[\w-]+', whose ranks keep running: %distributed attach \S+ reconnects to them",
+        ),
     ],
 )
 def test_session_that_is_over_says_why_whatever_it_is_asked(

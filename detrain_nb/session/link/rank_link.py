@@ -135,8 +135,8 @@ class RankLink:
 
     def detach(self, *, is_seen: bool) -> None:
         """Hang up; agents and ranks go on. ``is_seen``: see ``NodeLink.close``."""
-        left = f"session {self._session!r} was left, its ranks go on"
-        self.state.fail(SessionError(f"{left}: %distributed attach {self._session} comes back to them"))
+        left = f"this kernel has disconnected from session {self._session!r}, whose ranks keep running"
+        self.state.fail(SessionError(f"{left}: %distributed attach {self._session} reconnects to them"))
         self._close(is_seen=is_seen)
 
     def describe_unreachable(self, *, now: float) -> str:
