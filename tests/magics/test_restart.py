@@ -136,7 +136,8 @@ def test_every_session_that_waits_is_told_of_by_its_name(kernel: Any, request: p
     said = _renew(kernel)
     assert re.search(
         rf"^session {names[0]} of this notebook is still running \(agent pid \d+\): "
-        rf"%distributed attach {names[0]} reconnects to it and shows missed output, %distributed stop {names[0]} stops it; "
+        rf"%distributed attach {names[0]} reconnects to it and shows missed output, "
+        rf"%distributed stop {names[0]} stops it; "
         rf"it ends 10 minutes after its notebook leaves\n"
         rf"to keep its variables, attach first: "
         rf"%distributed start --name {names[0]} stops its ranks, and all their variables are lost\n"

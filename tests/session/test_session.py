@@ -764,7 +764,7 @@ def test_death_of_what_holds_the_ranks_is_told_and_leaves_nothing(
         ("stopped", r"session '[\w-]+' has ended: start another one"),
         (
             "left",
-            r"has disconnected from session '[\w-]+', whose ranks keep running: %distributed attach \S+ reconnects to them",
+            r"disconnected from session '[\w-]+', whose ranks keep running: %distributed attach \S+ reconnects to",
         ),
     ],
 )
