@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 __all__ = ["FOLDER", "OF_CONNECTION", "OF_FACTS", "Group", "command_on", "not_known"]
 
-FOLDER = "our folder"
+FOLDER = "cache folder"
 
 _OLDEST_PYTHON = (3, 10)
 _LITTLE_DISK_BYTES = 1e9
