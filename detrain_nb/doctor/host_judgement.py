@@ -71,7 +71,7 @@ def _judge_ssh(host: Host) -> Cell:
         return Cell(HERE, "good")
     if host.ssh_fault is None:
         return Cell(host.where, "good")
-    return Cell("refused by us") if isinstance(host.ssh_fault, HostKeyError) else Cell(str(host.ssh_fault), "bad")
+    return Cell("stopped: see host key") if isinstance(host.ssh_fault, HostKeyError) else Cell(str(host.ssh_fault), "bad")
 
 
 def _judge_host_key(host: Host) -> Cell:
