@@ -245,7 +245,7 @@ def _judge_logout(host: Host, facts: HostFacts, group: Group) -> Cell:
     if isinstance(found, Fault):
         return not_known(found)
     if not found.kills:
-        return Cell("jobs and sessions survive", "good")
+        return Cell("jobs and sessions survive a logout", "good")
     if found.lingers:
         return Cell("jobs survive; sessions end at logout (KillUserProcesses)", "good")
     user = found.user if _USER.fullmatch(found.user) else "USER"
