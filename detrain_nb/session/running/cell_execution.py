@@ -104,9 +104,10 @@ class CellExecution:
         hosts = self._link.hosts
         report = hang.report(running=cell.ranks, now=now, hosts=hosts) if wants_stack else ""
         if not report and cell.outcomes and (running := cell.running):  # else the last rank ended it during the look
-            report = f"waiting for {self._link.describe_places(running, self._positions)}"
+            what = "still running:" if failures else "waiting for"
+            report = f"{what} {self._link.describe_places(running, self._positions)}"
         report = "; ".join(filter(None, [unreachable, report]))
-        return f"{report}{failures}" if report else ""
+        return "; ".join(filter(None, [failures.removeprefix("; "), report])) if report else ""
 
     def _rank_lost(self) -> RankLost:
         """Build the error: how the lost ranks ended, what happened to the others, and what to do."""
