@@ -243,8 +243,8 @@ def test_collectives_are_compared_where_the_settings_say_so(kernel: Any) -> None
     assert kernel.run("%distributed config check=on").text().startswith("the process groups are recreated before the ")
     assert kernel.run("%distributed config check=on").text() == "", "nothing changes"
     shown = kernel.run("%%distributed\ndist.all_reduce(torch.ones(3 + rank))").error
-    assert "different collectives, here all_reduce (SUM) of Float [3]: nothing was sent" in shown
-    assert "different collectives, here all_reduce (SUM) of Float [4]: nothing was sent" in shown
+    assert "different collectives; this rank called all_reduce (SUM) of Float [3]; nothing was sent" in shown
+    assert "different collectives; this rank called all_reduce (SUM) of Float [4]; nothing was sent" in shown
     kernel.run("%distributed config check=off")
     cell = "%%distributed\nt = torch.ones(1).int() if rank else torch.ones(1)\ndist.all_reduce(t)\nlen(t)"
     assert kernel.run(cell).rich() == ["[0-1] 1"], "gloo adds what it takes for numbers"

@@ -137,7 +137,7 @@ def test_collectives_that_differ_fail_on_every_rank_before_anything_is_sent(
     if first:
         with pytest.raises(RankError) as caught:
             checked.run_cell(code, timeout_s=30)
-        words = "the ranks called different collectives, here {}: nothing was sent"
+        words = "ranks called different collectives; this rank called {}; nothing was sent"
         said = {rank: error.message for rank, error in caught.value.errors.items()}
         assert said == {0: words.format(first), 1: words.format(second)}
         assert all("/" not in line for error in caught.value.errors.values() for line in error.traceback)
