@@ -177,9 +177,7 @@ def test_rank_that_waits_for_the_comparison_with_one_that_failed_is_freed(
 def test_ranks_that_time_out_in_different_collectives_are_told_these() -> None:
     with Session.start(ranks=2, device="cpu", group_timeout_s=1) as session, pytest.raises(RankError) as caught:
         session.run_cell("x = torch.ones(3)\ndist.all_reduce(x) if rank else dist.broadcast(x, 1)")
-    assert "#1 is not the same on all ranks: broadcast Float[3] on rank 0, all_reduce Float[3] on rank 1" in (
-        caught.value.note
-    )
+    assert "collective #1 differs: broadcast Float[3] on rank 0, all_reduce Float[3] on rank 1" in (caught.value.note)
 
 
 _DEBUGGERS = {

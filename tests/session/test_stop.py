@@ -144,7 +144,7 @@ _BLOCKED = {
     ),
     "not the same collective": (
         "dist.all_reduce(x) if rank else dist.broadcast(x, 0)",
-        r"is not the same on all ranks: broadcast Float\[2, 4\] on rank 0, all_reduce Float\[2, 4\] on rank 1",
+        r"differs: broadcast Float\[2, 4\] on rank 0, all_reduce Float\[2, 4\] on rank 1",
     ),
     "RuntimeError is caught": (
         "while True:\n    try: dist.recv(torch.ones(1), src=1 - rank)\n    except RuntimeError: pass",
