@@ -326,7 +326,7 @@ def test_name_that_no_cell_can_use_is_not_pushed(session: Session, name: str) ->
         session.push({"fine": 1, name: 1})
     with pytest.raises(SessionError, match="there is no variable 'fine'"):
         session.pull("fine")
-    with pytest.raises(SessionError, match="give a variable name"):
+    with pytest.raises(SessionError, match="is not a variable name: first assign"):
         session.pull("rank + 1")
 
 
