@@ -59,9 +59,10 @@ class SessionCommands:
         session = self._holder.session
         if session is not None and session.is_alive:
             if different := self._holder.differs(wanted):
+                change = f"restart -n {wanted.count}" if different == ["-n"] else "stop first"
                 raise UsageError(
                     f"%distributed start: the session with {count_ranks(len(session.ranks))} was started with another "
-                    f"{', '.join(different)}; to change that, %distributed stop first (all variables are lost)"
+                    f"{', '.join(different)}; to change that, %distributed {change} (all variables are lost)"
                 )
             print(f"session {session.name!r} is already running with {count_ranks(len(session.ranks))}")
             return

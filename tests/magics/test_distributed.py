@@ -322,6 +322,10 @@ def test_vars_is_a_view_that_leaves_a_table(kernel: Any) -> None:
         ("%%distributed\n   ", "the cell is empty"),
         ("%%distributed", "the cell body is empty"),
         (
+            "%distributed start -n 3",
+            "was started with another -n; to change that, %distributed restart -n 3 (all variables are lost)",
+        ),
+        (
             "%distributed start -n 3 --seed 5",
             "the session with 2 ranks was started with another -n, --seed; to change that, %distributed",
         ),
