@@ -382,7 +382,7 @@ class SessionHolder:
         if hosts := [part for part in parts if part and part not in ("all", HERE) and not _NUMBERS.fullmatch(part)]:
             there = f"\n{self.what_is_there}" if self.what_is_there else ""
             raise UsageError(
-                f"no session is running, so {hosts[0]!r} is the name of no rank or host: start a session on hosts with "
+                f"no session is running, so no rank or host is called {hosts[0]!r}: start a session on hosts with "
                 f"%distributed start --nodes {','.join(hosts)}{there}"
             )
 

@@ -452,8 +452,8 @@ def test_choice_of_ranks_that_there_will_not_be_starts_none(start_kernel: Any) -
     assert "5" in kernel.run("%%distributed -n 2 -r 5\n1").error
     for line in ("%%distributed -r alice@gpu1,gpu2", "%%rank alice@gpu1,gpu2"):
         refused = kernel.run(f"{line}\n1").error
-        assert "'alice@gpu1' is the name of no rank or host: start a session on hosts with " in refused
-        assert refused.endswith("%distributed start --nodes alice@gpu1,gpu2")
+        assert "no rank or host is called 'alice@gpu1': start a session on hosts with " in refused
+        assert refused.rstrip().endswith("%distributed start --nodes alice@gpu1,gpu2")
     assert "no session is running" in kernel.run("%distributed status").error
 
 
