@@ -333,7 +333,7 @@ def test_vars_is_a_view_that_leaves_a_table(kernel: Any) -> None:
         ("%distributed status now", "unexpected argument 'now': leave it out"),
         ("%distributed doctor", "no session is running on other machines: name hosts with --nodes"),
         ("%distributed put x --nodes gpu1", "'gpu1' is not a node of this session; its nodes: only this machine"),
-        ("%%distributed -r gpu1\nx", "invalid ranks 'gpu1': give ranks like 0,2 or 0-3 or -1 or all"),
+        ("%%distributed -r gpu1\nx", "no rank or host is called 'gpu1': give ranks like 0,2 or 0-3 or -1 or all"),
         ("%distributed config output=loud", "output must be one of live, final, not 'loud'"),
         ("%distributed config nosuch=1", "give KEY=VALUE with KEY one of"),
         ("%distributed config max_lines=-1", "max_lines must be a number, 0 or more"),

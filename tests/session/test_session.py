@@ -530,7 +530,7 @@ def test_ranks_of_this_machine_are_chosen_by_its_name_as_errors_have_it(session:
     assert host == "this machine" == session.status().ranks[0].host
     assert f"ranks 0-1 on {host} " in "\n".join(caught.value._render_traceback_())
     assert session.ranks.choose(host) == session.ranks.choose(host, plan=session.ranks.plan_of(1)) == (0, 1)
-    with pytest.raises(SpecError, match=f"invalid ranks 'elsewhere': .* or all, or a host: {host}$"):
+    with pytest.raises(SpecError, match=f"no rank or host is called 'elsewhere': .* or all, or a host: {host}$"):
         session.ranks.choose("elsewhere")
 
 
