@@ -375,7 +375,7 @@ def test_python_without_torch_is_told_what_the_others_have(testbed: Testbed, mak
     remote = shlex.split(problem.command)
     assert remote[:2] == ["ssh", "h0"]
     assert shlex.split(remote[2])[:5] == [python, "-m", "pip", "install", f"torch=={torch.__version__}"]
-    assert "the notebook's is copied there" in report.cell("IPython", "h0").text
+    assert "the notebook's is copied automatically" in report.cell("IPython", "h0").text
     assert report.cell("reaches", "h0").state == "good"
 
 

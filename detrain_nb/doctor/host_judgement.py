@@ -147,7 +147,7 @@ def _judge_ipython(host: Host, facts: HostFacts, group: Group) -> Cell:
     if facts.ipython or facts.python_version[:2] < _OLDEST_PYTHON:
         return Cell(facts.ipython, "good") if facts.ipython else Cell()
     if _can_send_ipython(facts.python_version):
-        return Cell("none: the notebook's is copied there", "good")
+        return Cell("none: the notebook's is copied automatically", "good")
     install = command_on(host.node, _python(host), "-m", "pip", "install", "ipython")
     return Cell("missing, and the notebook's does not support this Python", "bad", "install it", install)
 
