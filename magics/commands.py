@@ -324,7 +324,8 @@ def _cells(session: Session) -> str:
         first = next((line.strip() for line in ran.code.splitlines() if line.strip()), "")
         on = "" if len(ran.ranks) == len(session.ranks) else f"[{short_ranks(ran.ranks)}] "
         kept = f" (output is incomplete: {lacking[ran.cell]})" if ran.cell in lacking else ""
-        nothing = " (output from before the attach is not kept)" if ran.cell in session.log.cells_before else " (printed nothing)"
+        is_before = ran.cell in session.log.cells_before
+        nothing = " (ran before the attach: output not kept)" if is_before else " (printed nothing)"
         state = " (running)" if ran.cell in running else kept or ("" if ran.cell in printed else nothing)
         lines.append(f"cell {ran.cell}: {on}{one_line(first[:_CODE_CHARS])}{state}\n")
     return "".join(lines) or "no cell has run\n"
