@@ -25,7 +25,7 @@ _PRESSES = 3
 # A stop interrupts each rank at a different line: one may have taken the optimizer's step, and another not.
 _MAY_BE_APART = (
     "some ranks may have taken one optimizer step more: %broadcast MODEL,OPTIMIZER makes them equal "
-    "(of a DDP model, broadcast the plain module, MODEL.module)"
+    "(if MODEL is a DDP: net = MODEL.module in a cell, then %broadcast net,OPTIMIZER)"
 )
 _GOES_ON = "%distributed interrupt stops cell {}"
 
