@@ -87,7 +87,7 @@ _INSTEAD = {  # an attribute of a type -> what to use in place of its value
     "state_dict": "assign {}.state_dict() to a variable and copy that instead",
     "share_statistics": (  # of parallel.ParallelModel
         'run training.export_safetensors("out", {}) on all ranks; then rank 0\'s host has its weights in out/'
-        " (%distributed get out copies them from hosts)"
+        " (from another machine: %distributed get out --nodes HOST)"
     ),
     "full_tensor": "use {0}.to_local() instead, or {0}.full_tensor() called on every rank",
     "as_subclass": "use a plain torch.Tensor instead",
