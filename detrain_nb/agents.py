@@ -36,7 +36,7 @@ GROUPS_FILE = re.compile(r"groups\.([0-9]+)\.[0-9]+(\.end)?")  # where ranks mee
 _WRITTEN = re.compile(r"agent\.(lock|pid|sock|log)|launcher\.log|holder|steps|(started|uses)\.json|spool\.[0-9]{6,}")
 _LAUNCHER_LOGS = "torchelastic"  # the log folder that launch.py passes to torchrun
 AGENT_MODULE = "detrain_nb.node.agent.agent"
-JOBS_MODULE = "detrain_nb.node.job.service"  # a program beside the agents
+JOBS_MODULE = "detrain_nb.node.job.service"  # the service of jobs, which runs next to the agents
 JOBS_MAGIC = b"\ndetrain-nb jobs 1\n"  # the first bytes it sends
 READY = b"detrain-nb agent ready\n"
 _MAX_SOCKET_PATH = 100
@@ -86,7 +86,8 @@ def start_agent(
 def claim_folder(folder: Path, *, uses: Sequence[str] = ()) -> int:
     """Create ``folder`` and take its lock for the agent to inherit, so that the agent never appears to be dead.
 
-    Raises: LaunchError when the folder cannot be created, SessionError when a live agent serves it.
+    Raises: LaunchError when the folder cannot be created or written, or another process has been starting the session
+    for too long; SessionError when a live agent serves it.
     """
     remove_dead_agents(folder.parent)
     lock = _take_folder(folder)
@@ -129,7 +130,7 @@ def _take_folder(folder: Path) -> int:
 
 
 def remove_dead_agents(base: Path) -> None:
-    """Remove from ``base`` the folders of agents that died, perhaps with the machine, before removing them."""
+    """Remove from ``base`` the folders that agents left when they were killed, or when the machine went down."""
     with contextlib.suppress(OSError), os.scandir(base) as entries:
         for entry in entries:
             if not entry.name.startswith(".") or entry.name.startswith(ENDED_PREFIX):

@@ -26,7 +26,7 @@ _THREADS = Path("/proc/self/task")
 _NAME = "pt_gloo_runloop"
 _TOLD = ("State:", "voluntary_ctxt_switches:", "nonvoluntary_ctxt_switches:")
 _LOOK_S = 0.02  # a thread that waits for the GIL tries again each 5 ms, which counts as a switch
-_LIMIT_S = 10.0  # more than a thread waits for a processor
+_LIMIT_S = 10.0  # longer than a thread waits for a processor
 
 
 def wait_for_gloo_at_exit() -> None:

@@ -14,7 +14,7 @@ DetrainError
 │   ├── HostKeyError                  a host presents an unknown or revoked key
 │   └── WireError                     the peer sent something that is not a message
 ├── NodeLost                          a node's agent or launcher has exited, and its ranks with it
-├── RankLost                          the process of a rank exited unasked
+├── RankLost                          the process of a rank exited unexpectedly
 ├── CellTimeout                       a cell did not finish within its timeout
 ├── NotFinite (ArithmeticError)       the loss or a gradient is NaN or infinite
 ├── RankError                         a cell raised on at least one rank
@@ -76,7 +76,7 @@ class DetrainError(Exception):
 
 
 class SpecError(DetrainError, ValueError):
-    """A request that is invalid: a field, a number or a name."""
+    """A request that is invalid: a field, a number or a name. It is also a ValueError."""
 
 
 @dataclass(frozen=True)
@@ -141,7 +141,10 @@ class Conflict(DetrainError):
 
 
 class CellSyntaxError(SpecError):
-    """A cell that is not valid Python; nothing was sent to the ranks."""
+    """A cell that is not valid Python; nothing was sent to the ranks.
+
+    The magics raise it, with Python's own error as ``error``. `Session.run_cell` raises RankError for such a cell.
+    """
 
     def __init__(self, error: SyntaxError) -> None:
         self.error = error
@@ -190,7 +193,7 @@ class JobError(DetrainError):
 
 
 class JobFailed(JobError):
-    """A job that did not succeed."""
+    """A job that did not succeed; the message has the failed rank, its node and its last lines, as far as known."""
 
 
 class LaunchError(DetrainError):
@@ -221,7 +224,7 @@ class NodeLost(DetrainError):
 
 
 class RankLost(DetrainError):
-    """A rank whose process exited unasked; ``ranks`` lost their variables, the other ranks keep theirs."""
+    """A rank whose process exited unexpectedly; ``ranks`` lost their variables, the other ranks keep theirs."""
 
     def __init__(self, message: str, *, ranks: Iterable[int] = ()) -> None:
         self.ranks = tuple(sorted(ranks))
@@ -233,7 +236,7 @@ class NotFinite(DetrainError, ArithmeticError):
 
 
 class CellTimeout(DetrainError):
-    """A cell that did not finish within its timeout."""
+    """A cell that did not finish within its timeout and was stopped, or a value that took too long to arrive."""
 
 
 class ValueNotSupported(DetrainError, TypeError):
@@ -242,7 +245,11 @@ class ValueNotSupported(DetrainError, TypeError):
 
 @dataclass(frozen=True)
 class RemoteError:
-    """An exception that a cell raised on one rank, as text; it never becomes an object of the class it names."""
+    """An exception that a cell raised on one rank, as text; it never becomes an object of the class it names.
+
+    ``name`` is the name of that class, ``traceback`` has its lines, with those of the cell. ``interrupted``: the rank
+    was stopped.
+    """
 
     rank: int
     host: str
@@ -253,6 +260,7 @@ class RemoteError:
 
     @property
     def summary(self) -> str:
+        """The name and the message in one text: ``ZeroDivisionError: division by zero``."""
         return f"{self.name}: {self.message}" if self.message else self.name
 
     @property
@@ -262,8 +270,10 @@ class RemoteError:
 
 
 class RankError(DetrainError):
-    """A cell that raised on at least one rank; ``errors`` maps each failed rank to its error.
+    """A cell that raised on at least one rank; ``errors`` maps each failed rank to its `RemoteError`.
 
+    The session continues; ranks whose processes still run keep their variables. ``note`` describes what happened to
+    ranks that were waiting, if anything.
     ``lost_before`` describes ranks that exited before the cell began and were not reported yet: often the cause.
     """
 

@@ -245,7 +245,7 @@ def _strangers() -> set[int]:
 
 
 def _is_own_group(state: os.stat_result) -> bool:
-    """Return whether a group is the user's own: primary group, named like the user, and nobody else's in any way."""
+    """Return whether a group is the user's own: primary group of the user alone, of its name, without other members."""
     import grp
     import pwd
 

@@ -30,7 +30,7 @@ JOB_NODES_VARIABLE = "DETRAIN_NB_JOB_NODES"  # their names as a JSON list, by no
 JOB_END_VARIABLE = "DETRAIN_NB_JOB_END"  # the file in which a node's rendezvous writes why it stopped the ranks
 NOT_SHARED_VARIABLE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"  # else restarted ranks get the store of the old ones
 WARM_FD_VARIABLE = "DETRAIN_NB_WARM_FD"  # where the agent sends orders to its warm process
-GPUS_VARIABLE = "DETRAIN_NB_GPUS"  # GPU numbers as the agent counts them, which writes CUDA_VISIBLE_DEVICES from them
+GPUS_VARIABLE = "DETRAIN_NB_GPUS"  # GPU indices as the agent counts them; it sets CUDA_VISIBLE_DEVICES by them
 TERMINAL_COLUMNS, TERMINAL_ROWS = 80, 24  # the terminal size that programs on a rank are given
 LOOPBACK, LOOPBACK_INTERFACE = "127.0.0.1", "lo"  # where the ranks of a session's only node listen
 _ALWAYS_FIT = 8  # ranks that any node is assumed to have room for
@@ -40,7 +40,7 @@ _RANK_BYTES = 250_000_000  # memory of torch, a process group and a small model
 
 @dataclass(frozen=True)
 class RankConfig:
-    """Settings of a worker and its interpreter beside torchrun's own variables; passed in the environment."""
+    """Settings of a worker and its interpreter besides torchrun's own variables; passed in the environment."""
 
     agent_socket: str
     folder: str
@@ -239,7 +239,7 @@ def _write_options(
     if rendezvous.kind in (JOB_BACKEND, ELASTIC_BACKEND):
         conf["silence"] = round(rendezvous.silence_s)
     if rendezvous.kind in RENDEZVOUS_HANDLERS:
-        conf["rank"] = node_rank  # torchrun passes --node-rank on to its own static rendezvous alone
+        conf["rank"] = node_rank  # torchrun passes --node-rank only to its own static rendezvous
     return (
         f"--nnodes={nodes if isinstance(nodes, int) else ':'.join(map(str, nodes))}",
         f"--nproc-per-node={ranks}",

@@ -32,11 +32,13 @@ _APPEND = os.O_RDWR | os.O_CREAT | os.O_APPEND | sum(getattr(os, name, 0) for na
 def log_metrics(step: int, values: dict[str, Any] | None = None, *, folder: str | None = None, **more: Any) -> None:
     """Append a line to this rank's file: ``step``, the time, and numbers (or short strings) by name.
 
-    ``folder`` defaults to the one in ``DETRAIN_NB_METRICS``, else ``metrics`` in the current folder. A tensor of one
-    element is logged as its number; ``total_steps``, given once, is the planned number of steps. A line is written at
-    once and whole: a concurrent reader never sees half a line.
-    Raises: SpecError when a value is not a number, a string is too long, or the path is not a regular file; OSError,
-    also when the file is a link, which another member of the folder's group could have put there.
+    The file is ``rank-R.jsonl``, with R from the variable ``RANK``, else 0; ranks do not wait for each other. Values
+    are given in ``values`` or as keywords. ``folder`` defaults to the one in ``DETRAIN_NB_METRICS``, else ``metrics``
+    in the current folder. A tensor of one element is logged as its number; ``total_steps``, given once, is the planned
+    number of steps. A line is written at once and whole: a concurrent reader never sees half a line.
+    Raises: SpecError for a reserved name, a value that is not a number or a string, too many values, a line that is
+    too long, or a path that is not a regular file; OSError, also when the file is a link, which another member of the
+    folder's group could have put there.
     """
     given = {**(values or {}), **more}
     if taken := _OWN_NAMES & given.keys():
@@ -89,8 +91,11 @@ def note_step(step: int) -> None:
 def read_metrics(folder: str | None = None, *, rank: int | None = None, run: str | None = None) -> list[dict[str, Any]]:
     """Return the lines logged in ``folder`` (default as in ``log_metrics``), of all ranks or one, by step and rank.
 
-    ``run`` selects one run of several logged there, or the one that began last with "last"; a Trainer labels its lines
-    with the time at which ``fit`` began. Incomplete lines, which a full disk leaves behind, are skipped.
+    ``run`` selects one of several runs logged there, "last" the one that began last; a Trainer labels its lines with
+    the time at which ``fit`` began. Incomplete lines, which a full disk leaves behind, and too long ones are skipped.
+
+    Each line is a dict with ``step``, ``time`` (seconds since the epoch), ``rank`` and the values. The list is empty
+    when there are none.
     """
     place = Path(folder or os.environ.get(FOLDER_VARIABLE) or _USUAL_FOLDER)
     files = sorted(place.glob("rank-*.jsonl")) if rank is None else [place / f"rank-{rank}.jsonl"]

@@ -197,7 +197,7 @@ def locate(where: str | os.PathLike[str], *, files: Any = None) -> Location:
 
     With ``files``, a file system of fsspec, ``where`` is a path on that. Anything that begins like a URL is one; write
     ``./a::b`` for a file of that name.
-    Raises: SpecError for a URL that is refused or unknown, or needs a library that is not installed.
+    Raises: SpecError for an empty path, or a URL that is refused or unknown, or needs a library that is not installed.
     """
     text = os.fsdecode(where)
     name = _name(text)
@@ -238,7 +238,7 @@ def has_password_of_user(where: str) -> bool:
 
 
 def needed_library(where: str) -> str:
-    """Return the library that opening a URL needs beside fsspec, such as ``s3fs``; empty when none."""
+    """Return the library that opening a URL needs besides fsspec, such as ``s3fs``; empty when none."""
     begins = _URL.match(where)
     if begins is None:
         return ""

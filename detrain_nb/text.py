@@ -67,7 +67,7 @@ def escape(char: str) -> str:
 
 
 def printable(text: str, instead: str | Callable[[str], str] = escape) -> str:
-    """Replace control characters, line ends, direction marks and lone surrogates by ``instead``."""
+    """Replace what `str.isprintable` refuses, such as control characters, line ends and surrogates, by ``instead``."""
     if text.isprintable():  # the common case, and fast
         return text
     return "".join(char if char.isprintable() else instead(char) if callable(instead) else instead for char in text)

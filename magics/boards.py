@@ -90,7 +90,10 @@ class _PutAbove:
             self._view = view
 
     def end(self) -> None:
-        """Wait until the page has drawn the board: JupyterLab fails when the ended cell is redrawn meanwhile."""
+        """End the thread, and wait up to 2 s until the page has drawn the board, before the ended cell is redrawn.
+
+        JupyterLab fails when the cell is redrawn while its board is being drawn.
+        """
         self._has_ended.set()
         self._thread.join()
         if self._view is not None:

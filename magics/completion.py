@@ -154,7 +154,7 @@ def _next_action(parser: argparse.ArgumentParser, words: list[str]) -> argparse.
 
 
 def _values(action: argparse.Action | None, word: str, candidates: Candidates, before: list[str]) -> list[str] | None:
-    """Return values that begin with ``word``, after the words ``before``; None if there are no known ones."""
+    """Return values that begin with ``word``, after the words ``before``; None if none are known."""
     if action is None:
         return None
     if action.choices is not None:

@@ -109,4 +109,4 @@ def _say_copied(copied: dict[str, Copied]) -> None:
             print(f"  skipped, neither file nor folder: {done.num_skipped:,} ({shown})")
         if done.num_kept:
             shown = ", ".join(done.kept[:3])
-            print(f"  not copied, may hold keys: {done.num_kept:,} ({shown}); to copy a file, name it itself")
+            print(f"  not sent, as they may hold keys: {done.num_kept:,} ({shown}); to send a file, name it itself")

@@ -65,7 +65,7 @@ class JobMagics(Magics):
             %job attach train                             follow its output to the end; the stop button leaves it
             %job logs train --tail 20                     its output so far; also -f, --rank 3, --node gpu1
             %job exec train -- nvidia-smi                 run a shell command on all its nodes
-            %job fetch train *.pt --to models             copy its files to this machine
+            %job fetch train *.pt --to models             copy files that it has made to this machine
             %job stop train                               stop it; %job restart train submits its spec again
             %job rm train                                 remove it once it has finished; or all, --older-than 30
 
@@ -126,7 +126,7 @@ class JobMagics(Magics):
         return self._submit_spec("%%torchrun", spec, args)
 
     def _submit_spec(self, prog: str, spec: PipelineSpec, args: Any, *, file: str | None = None) -> Job | None:
-        """Submit a spec; returns the job unless the cell follows it to its end."""
+        """Submit a spec; returns the job for display: None if the cell follows or views it, or ``--out`` names it."""
         from ..jobs import submit
 
         with told_when_interrupted(prog, "%job list shows whether it is running"), self._line() as say:

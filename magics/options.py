@@ -295,7 +295,7 @@ def session_parser() -> LineParser:
         metavar="CELLS",
         help="cells such as 1-4,7; default: cells that use no other rank, and the imports and definitions of the rest",
     )
-    attach = commands.add_parser("attach", help="take up a running session again and show the output that was missed")
+    attach = commands.add_parser("attach", help="attach to a running session and show the output that was missed")
     attach.add_argument(
         "name", nargs="?", metavar="NAME", help="the session; default: this notebook's, or the only one that is known"
     )

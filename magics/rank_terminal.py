@@ -34,7 +34,7 @@ class Drawn(str):
 
 @dataclass(frozen=True)
 class Fed:
-    """The changes by a text."""
+    """The changes that a text has made."""
 
     final: list[str]  # lines that cannot be drawn on any more
     new: list[str]  # lines that will probably not change: to show now, final later
@@ -402,7 +402,7 @@ class _Row:
             self.styles[start:end] = [""] * len(self.styles[start:end])
 
     def clear(self) -> None:
-        """Reset the row to one on which nothing was drawn, but which is no line while it is empty."""
+        """Reset the row to one on which nothing was drawn, but which is not a line while it is empty."""
         self.cells, self.styles, self.is_drawn, self.text = [], [], False, None
 
     @property

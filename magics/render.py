@@ -91,7 +91,7 @@ class LiveCell:
         self._displays: dict[int, dict[str, tuple[str, Rich]]] = {}
         self._to_be_cleared: set[int] = set()  # when these ranks show the next output
         self._num_displays = 0
-        self._standing: dict[str, int] = {}  # ids of displays that the screen can redraw alone: 2 with a label, else 1
+        self._standing: dict[str, int] = {}  # by id, displays that can be redrawn alone: 2 items with a label, else 1
         self._notices: list[Item] = []  # shown above all output of ranks
         self._shown: list[Item] = []
         self._shown_chars = 0
@@ -252,7 +252,7 @@ class LiveCell:
             self._is_redrawn = True
 
     def shown_so_far(self) -> Callable[[], bool]:
-        """Return whether all output so far has been shown, as a function; some is shown only at the end."""
+        """Return a function that returns True once all output so far has been shown; some is shown only at the end."""
         if self._is_shown or self._is_drawing and not self._lines_not_shown:
             return self._screen.shown_so_far()
         return lambda: self._is_shown

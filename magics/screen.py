@@ -77,9 +77,9 @@ class Screen(ABC):
 
     @abstractmethod
     def settle(self, items: list[Item], rest: list[Item] | None) -> bool:
-        """Show the final form, ``items``; ``rest`` is what is not shown of them yet, None if other output is shown.
+        """Show the final form, ``items``; ``rest`` is the part not shown yet, None if other output was shown instead.
 
-        Returns True if all was shown again: then no display has its id any more.
+        Returns True if everything was shown again: earlier displays then have no id under which they could be updated.
         """
 
     def shown_so_far(self) -> Callable[[], bool]:
@@ -252,7 +252,7 @@ class KernelScreen(Screen):
             with self._changed:
                 self._changed.notify_all()
                 if is_closed and not self._has_waiting:
-                    self._thread, self._is_closed = None, False  # as above
+                    self._thread, self._is_closed = None, False  # a later line starts another one
                     return
             if self._is_served and unpaced_bytes > _SERVED_BATCH_CHARS // 2:
                 time.sleep(unpaced_bytes / _SERVER_BYTES_PER_S)

@@ -69,7 +69,7 @@ class Rich:
 
 
 def _count_chars(data: Any) -> int:
-    """JSON takes more memory by its values than by its characters."""
+    """Count the characters of JSON, with an allowance for each value: values take more memory than characters."""
     text = json.dumps(data).encode()
     return len(text) + count_values(text) * _CHARS_OF_A_VALUE
 
@@ -245,7 +245,7 @@ def canonical(
 
 
 def _texts(merged: list[_Marked], nodes: Nodes) -> list[Item]:
-    """Return a text for each turn of the streams, or one per stream if a front end would not show so many."""
+    """Return one text per turn of the streams; one per stream if a front end would hide some of the turns."""
 
     def by_turn(marked: list[_Marked]) -> list[Item]:
         runs = itertools.groupby(marked, key=lambda each: shown_stream(each[1][0]))

@@ -123,7 +123,8 @@ def test_attach_to_a_session_whose_agent_was_killed_says_that_it_has_ended_and_r
     killed, _ = start("killed")
     _kill(killed)
     for _ in range(2):
-        with pytest.raises(SessionError, match="no session 'killed' runs on this machine; running sessions: none"):
+        words = "no session 'killed' is running on this machine; running sessions: none"
+        with pytest.raises(SessionError, match=words):
             LocalTransport().connect_agent("killed")
         assert not _names(base)
 

@@ -555,10 +555,11 @@ def test_way_around_the_methods_is_found(find: Any, source: str) -> None:
     assert list(find(ast.parse(source)))
 
 
-def test_path_of_a_cell_is_the_one_of_the_design() -> None:
+@pytest.mark.parametrize(("path", "lengths"), [("cell", [11, 9]), ("stop", [5, 6, 5])])
+def test_path_of_a_cell_or_a_stop_is_the_one_of_the_design(path: str, lengths: list[int]) -> None:
     """Each step is defined in its file. A file calls the next step, or both know a message that goes between them."""
-    ways = _read_ways("The path of a cell")
-    assert [len(way) for way in ways] == [11, 9]
+    ways = _read_ways(f"The path of a {path}")
+    assert [len(way) for way in ways] == lengths
     for way in ways:
         sources = _read_steps(way)
         for (step, file), source, (following, _), below in zip(way, sources, way[1:], sources[1:]):

@@ -19,6 +19,7 @@ from detrain_nb.magics.pipeline import pipeline_parser
 from IPython.core.magic import Magics
 
 from detrain_nb import magics
+from detrain_nb.spec import Finding
 
 from .checks.site import find_faults, main
 
@@ -125,6 +126,13 @@ def test_docstring_is_marked_up(case: str) -> None:
     lines = text.split("\n")
     _load("docstrings")._mark_up(None, "function", "f", None, None, lines)
     assert "\n".join(lines) == expected
+
+
+def test_dataclass_without_signature_lists_its_fields() -> None:
+    docstrings, names, lines = _load("docstrings"), set[str](), ["A."]
+    docstrings._note_no_signature(names, None, "class", "Finding", Finding, None, "()", None)
+    docstrings._list_fields(names, None, "class", "Finding", Finding, None, lines)
+    assert lines == ["A.", ".. code-block:: python", "", "   field: str", "   text: str", "   severity: Severity", ""]
 
 
 def test_every_magic_and_command_has_a_heading_and_an_example() -> None:

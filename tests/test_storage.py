@@ -560,7 +560,7 @@ def test_file_without_an_end_is_read_no_further() -> None:
         def open(self, path: str, *args: Any, **options: Any) -> Any:
             return Endless()
 
-    with pytest.raises(DetrainError, match="more than 5000000 bytes"):
+    with pytest.raises(DetrainError, match="larger than 5000000 bytes"):
         locate("/x", files=Device()).read(limit_bytes=5_000_000)
 
 

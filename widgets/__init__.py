@@ -29,7 +29,7 @@ _ASK_LIMIT_S = 3.0  # for the status of a job; its view keeps asking
 def board(session: Session | None = None) -> BoardView:
     """Show the ranks of a session live, with buttons to stop, interrupt and restart them.
 
-    Each rank shows what it is doing, what it uses, and which ranks it waits for.
+    Each rank shows what it is doing, its processor, memory and GPU use, and which ranks it waits for.
     ``session`` None: the session of this notebook. Raises: SessionError when there is none.
     """
     from .board_view import BoardView
@@ -38,7 +38,11 @@ def board(session: Session | None = None) -> BoardView:
 
 
 def console(folder: str | os.PathLike[str] = "pipelines") -> ConsoleView:
-    """Show My Pipelines: the specs in ``folder`` beside the notebook, and those opened recently."""
+    """Show My Pipelines: the specs in ``folder``, and those opened recently, with a form to edit and run them.
+
+    A relative ``folder`` is resolved against the current folder, which is the notebook's; it is created when something
+    is saved.
+    """
     from ..pipelines import MyPipelines
     from .console_view import ConsoleView
 
@@ -46,9 +50,9 @@ def console(folder: str | os.PathLike[str] = "pipelines") -> ConsoleView:
 
 
 def job(job: Job | str) -> JobView:
-    """Show a job live. ``job``: a Job, its id or the beginning of the id, or a name.
+    """Show a job live: its nodes, logs, curves and files. ``job``: a Job, its id or the beginning of the id, or a name.
 
-    Raises: JobError when there is no such job.
+    Its nodes are asked for up to 3 s first, unless it is over. Raises: JobError when there is no such job.
     """
     from ..jobs import find_job
     from .job_view import JobView
@@ -63,10 +67,11 @@ def job(job: Job | str) -> JobView:
 def nodes(nodes: Given = None, *, start: Starter | None = None) -> NodesView:
     """Show a form that edits nodes, imports them from ~/.ssh/config, tests and saves them, and starts a session.
 
-    ``nodes`` is the path of a nodes file or a list of `detrain_nb.spec.Node`. The view's property ``nodes`` is the
-    present list; reading it raises SpecError while the form has errors, and assigning a list shows that list.
-    ``start(nodes, watch)`` starts and returns the session, and reports progress to ``watch``. The view keeps it as
-    ``session``. Raises: SpecError when the file cannot be read.
+    ``nodes`` is the path of a nodes file or a list of `detrain_nb.spec.Node`; None: an empty form. The view's property
+    ``nodes`` is the present list; reading it raises SpecError while the form has errors, and assigning a list shows
+    that list. ``start(nodes, watch)`` starts and returns the session, and reports progress to ``watch``, in place of
+    `detrain_nb.Session.start`. The view keeps the session as ``session``.
+    Raises: SpecError when the file cannot be read.
     """
     from .nodes_view import NodesView, start_session
 
@@ -74,9 +79,10 @@ def nodes(nodes: Given = None, *, start: Starter | None = None) -> NodesView:
 
 
 def vars(session: Session | None = None, names: str | Iterable[str] = (), *, ranks: Any = None) -> LiveView:
-    """Show the variables of a session's ranks, whether the ranks agree, and previews; see Session.variables.
+    """Show the variables of a session's ranks, whether the ranks agree, and previews; see `Session.variables`.
 
-    ``session`` None: the session of this notebook.
+    ``session`` None: the session of this notebook. ``names``: names or patterns such as ``grad_*``; by default all
+    variables. ``ranks``: a number, a list, or text such as ``"0,2-3"``; None: all ranks.
     Raises: SessionError when there is none; SpecError; the error that ended the session.
     """
     from .vars_view import VarsView
@@ -90,7 +96,7 @@ def plan(*parts: object) -> PlanView:
     """Show how a model is split: layers by time and memory, stages, the timeline of a step, memory of the ranks.
 
     ``parts``: a plan that ``par.describe_plan`` returned, its JSON, or the path of a JSON file; a partition, a timeline
-    or a dry run; or several of these. This process does not need torch. Raises: SpecError when a part is no plan.
+    or a dry run; or several of these. This process does not need torch. Raises: SpecError when a part is not a plan.
     """
     from .plan_view import PlanView, read_plan
 

@@ -58,6 +58,10 @@ class Action:
 def action(**checks: Check) -> Callable[[Callable[..., Any]], Action]:
     """Let the page call this method: ``@action(rank=whole(0, 63))``.
 
+    Each argument has a check that returns its value, or raises ValueError with what is expected. The module
+    ``detrain_nb.widgets.actions`` has ``text``, ``whole``, ``flag``, ``one_of``, ``list_of``, ``table_of``,
+    ``optional`` and ``secret``. The page sees the message of a `Refused`.
+
     The method runs in the thread in which the kernel serves messages, also while a cell runs. It must return quickly:
     it sets an event or starts the work with `LiveView.work`, and returns plain JSON.
     """

@@ -15,7 +15,7 @@ from ipykernel.kernelbase import Kernel
 __all__ = ["serve_beside_cells"]
 
 _CONTROL = "jupyter.widget.control"  # a page requests the states of all widgets by it
-_MOST_CONTROLS = 100  # of pages that opened lately
+_MOST_CONTROLS = 100  # of pages that opened recently
 _QUESTIONS = ("kernel_info_request", "comm_info_request")
 
 

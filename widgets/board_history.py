@@ -82,7 +82,7 @@ def settle(board: Board | None, seen: CellHistory, name: str, *, is_well: bool, 
 def _summary(board: Board, seen: CellHistory, is_well: bool) -> str:
     if not seen.number:
         return f"{count_ranks(len(board.ranks))}, no cell seen yet."
-    took = f" ended after {format_time(seen.took_s)}" if seen.took_s is not None else " runs"
+    took = f" ended after {format_time(seen.took_s)}" if seen.took_s is not None else " is running"
     died = f"✕ {format_ranks(seen.deaths)} died" if seen.deaths else ""
     left = len(board.ranks) - len(seen.deaths.keys() & {view.rank for view in board.ranks})
     others = f"✓ {count_ranks(left)} done" if is_well else "failed or stopped on a rank" if seen.ended_at else ""

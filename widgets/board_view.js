@@ -325,7 +325,7 @@ const make_pane = (b) => {
   const choose = (name) => { if (b.tab !== name) open_pane(b, b.selected, name); };
   const tab = (name, words) => h("button", { type: "button", class: "b", role: "tab", id: `${b.view.id}-${name}`, "aria-controls": `${b.view.id}-text`, onclick: () => choose(name) }, words);
   b.tabs = new Map([["output", tab("output", "Output")], ["stack", tab("stack", "Stack")]]);
-  const tabs = h("div", { class: "tabs", role: "tablist", "aria-label": "What to read" }, [...b.tabs.values()]);
+  const tabs = h("div", { class: "tabs", role: "tablist", "aria-label": "Output or stack" }, [...b.tabs.values()]);
   roving(tabs, { on_move: (item) => item.click() });
   b.title = h("b", {}); b.of = h("span", { class: "soft small" }); b.age = h("span", { class: "soft small" });
   b.text = h("pre", { id: `${b.view.id}-text`, role: "tabpanel", tabIndex: 0, "aria-label": "Text" });

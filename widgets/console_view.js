@@ -152,8 +152,8 @@ class ListPage {
       tile.prepend(pieces(each.axes), h("b", {}, each.title), h("span", { class: "soft" }, each.description), h("span", { class: "row wrap" }, axis_chips(each.axes), h("span", { class: "soft small" }, each.needs)));
       return tile;
     });
-    this.first.append(h("b", {}, "No pipelines beside this notebook"),
-      h("p", {}, "A pipeline is one file: mesh, nodes, source, training. Begin from an example; it is copied to ", h("span", { class: "mono" }, "pipelines/"), " and yours to change."),
+    this.first.append(h("b", {}, "No pipelines next to this notebook"),
+      h("p", {}, "A pipeline is one file: mesh, nodes, source, training. Start from an example; it is copied to ", h("span", { class: "mono" }, "pipelines/"), " for you to change."),
       h("div", { class: "ex" }, tiles));
   }
   /** The row that asks for the path of a file, for one of another tool, or the name of a new pipeline. */
@@ -167,7 +167,7 @@ class ListPage {
     input.focus();
   }
   other_ways(stop) {
-    return h("div", { class: "row wrap", style: "flex-basis:100%" }, h("span", { class: "soft" }, "Or begin from an example:"), this.view.state.examples.map((each) =>
+    return h("div", { class: "row wrap", style: "flex-basis:100%" }, h("span", { class: "soft" }, "Or start from an example:"), this.view.state.examples.map((each) =>
       this.view.button(each.title, async () => { await this.view.call("create_example", { name: each.name }); stop(); }, { title: each.description, on_error: this.view.complain })));
   }
   async duplicate(entry) {

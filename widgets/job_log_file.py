@@ -34,7 +34,7 @@ def write_log(
     """Write the output, or that of ``source`` alone, to a file in ``folder``; replaces an earlier one.
 
     Returns the file, and up to three notes about missing lines. Another thread can end it with ``cancel``.
-    Raises: Refused when the output exceeds ``most_bytes`` or 45 % of the free disk space; DetrainError.
+    Raises: Refused when the output exceeds ``most_bytes``, by default 45 % of the free disk space; DetrainError.
     """
     most = int(_SHARE * shutil.disk_usage(folder).free) if most_bytes is None else most_bytes
     of_node = node if source == "setup" else ""

@@ -154,7 +154,7 @@ def fetch_models(
 
     def note(done: int, total: int) -> None:
         if total > told * num_nodes:
-            raise Refused(f"the model has grown from {format_size(told)} to {format_size(total)}: reload the page")
+            raise Refused(f"the model has grown from {format_size(told)} to {format_size(total)}: show the job again")
         on_bytes(done, total)
 
     return _fetch(job, models, folder, note, cancel)

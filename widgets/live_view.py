@@ -39,7 +39,11 @@ _PROGRAM_END = "\nexport default { render };\n"
 
 
 class LiveView(anywidget.AnyWidget):
-    """A view. A subclass defines `name`, `state`, `settled` and actions; ``NAME.js`` and ``NAME.css`` are its page."""
+    """A view. A subclass defines `name`, `state`, `settled` and actions; ``NAME.js`` and ``NAME.css`` are its page.
+
+    The two files are next to the module of the subclass, and NAME is its class attribute ``name``. board_view.py and
+    board_view.js in detrain_nb.widgets are an example. `publish` and `append` may be called in any thread.
+    """
 
     name: ClassVar[str] = ""
     more: ClassVar[tuple[str, ...]] = ()  # further files of a large view, loaded before its own
@@ -83,18 +87,21 @@ class LiveView(anywidget.AnyWidget):
         raise NotImplementedError
 
     def settled(self) -> Settled:
-        """Return the form of the view that remains without a kernel."""
+        """Return the form of the view that a saved notebook keeps, for readers without a kernel."""
         raise NotImplementedError
 
     def on_pages(self, *, are_there: bool) -> None:
-        """Start sampling for the first page, or stop it after the last page has closed."""
+        """Start sampling when the first page opens (``are_there``), or stop it after the last page has closed.
+
+        By default it does nothing.
+        """
 
     # ---- what a view does
 
     def publish(self, part: str, value: Any) -> None:
         """Send the new value of ``part`` to all pages; the latest value wins, and an equal value is not sent again.
 
-        Raises: ValueError, TypeError when the value is no plain JSON.
+        Raises: ValueError, TypeError when the value is not plain JSON.
         """
         written = json.dumps(value, allow_nan=False)
         with self._lock:
@@ -148,7 +155,7 @@ class LiveView(anywidget.AnyWidget):
         self.publish("work", told)
 
     def wait_for_page(self, limit_s: float) -> bool:
-        """Wait until a page shows the view; returns False when none does in time."""
+        """Wait until a page shows the view; returns False when none does within ``limit_s`` seconds."""
         return self._has_page.wait(limit_s)
 
     def settle(self) -> None:

@@ -101,7 +101,7 @@ class NodeForm(DraftForm):
         nodes = tuple(given)
         if wrong := [node for node in nodes if not isinstance(node, Node)]:
             raise SpecError(
-                f"{wrong[0]!r:.80} is no Node: give a list of detrain_nb.spec.Node or the path of a nodes file"
+                f"{wrong[0]!r:.80} is not a Node: give a list of detrain_nb.spec.Node or the path of a nodes file"
             )
         self.replace_nodes(nodes, words=words, origin=_File())
 

@@ -10,7 +10,7 @@ from typing import Any
 from ..plan import MeshMemory, PlanDescription, StageCosts, StepTimeline
 from ..text import count_of, format_size
 
-_EVEN, _NOTABLE = 1.05, 1.1  # imbalance up to which no stage counts as the slowest; up to which there is no warning
+_EVEN, _NOTABLE = 1.05, 1.1  # up to which no stage counts as the slowest; up to which only a better cut gets a warning
 _QUICKER = 0.99  # a better cut must be below this share of the slowest stage's time
 _MOST_NAME = 40  # characters, in a table
 _FULL = 0.9  # share of a node's memory above which there is a warning
@@ -182,7 +182,7 @@ def stage_rows(costs: StageCosts) -> list[dict[str, Any]]:
 def rank_rows(memory: MeshMemory) -> list[dict[str, Any]]:
     """Return a row for the ranks at each place in the pipeline, from a dry run."""
     most = memory.peak.total_bytes
-    names = ("weights", "gradients", "optimizer", "activations", "at work")
+    names = ("weights", "gradients", "optimizer", "activations", "working")
     return [
         {
             "ranks": ranks_text(row.ranks),

@@ -35,7 +35,7 @@ _HOW = "give the result of par.describe_plan, its JSON, the path of a *.json fil
 
 
 def read_plan(*parts: object) -> PlanDescription:
-    """Join the parts given to ``widgets.plan`` into one plan. Raises: SpecError when a part is no plan."""
+    """Join the parts given to ``widgets.plan`` into one plan. Raises: SpecError when a part is not a plan."""
     if not parts:
         raise SpecError(f"no plan was given: {_HOW}")
     return reduce(PlanDescription.joined, map(_read_part, parts))

@@ -217,7 +217,7 @@ class View {
   /** Show above the view why it may be outdated, and its age. */
   warn(what) {
     const as_of = new Date(this.heard_at).toLocaleTimeString([], { hour12: false });
-    set_text(this.fault, this.has_mounted ? `${what}. What you see is as of ${as_of}.` : `${what}.`);
+    set_text(this.fault, this.has_mounted ? `${what}. This view shows the state of ${as_of}.` : `${what}.`);
     if (!this.alert.isConnected) { this.el.prepend(this.alert); this.announce(this.fault.textContent); }
   }
   /** Request the whole state and redraw the view. */

@@ -39,7 +39,7 @@ OF_JOB = (
 _STATUSES = {
     **dict.fromkeys(("submit", "restart"), f"With --follow {OF_JOB}."),
     "attach": f"{OF_JOB[0].upper()}{OF_JOB[1:]}.",
-    "exec": "The exit status is the largest of all nodes; a node has 124 after the timeout, 255 if it was not reached.",
+    "exec": "The exit status is the largest of all nodes: 124 for one that timed out, 255 for one not reached.",
 }
 _IS_IT_THERE = f"{PROG} list shows whether it is running"
 _OK, _FAILED = 0, 1

@@ -22,7 +22,7 @@ class JobTerminal:
 
     @property
     def on_piece(self) -> OnPiece | None:
-        """Callback for pieces of lines; None where only whole lines are shown."""
+        """Callback for pieces of lines; None if only whole lines are shown."""
         return self._take_piece if self._foot else None
 
     def take(self, line: LogLine) -> None:

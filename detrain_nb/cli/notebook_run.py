@@ -27,7 +27,7 @@ if TYPE_CHECKING:  # a second's import, which only `run` needs
 __all__ = ["FAILED", "NotebookRun"]
 
 FAILED = 1  # exit status
-SIGPIPE = 13  # Windows has no such signal
+SIGPIPE = 13  # not from signal: Windows does not have it
 _RUN = (  # keep the current folder off sys.path meanwhile, unless it is listed elsewhere
     "import sys; sys.path[:1] = filter(None, sys.path[:1]); import runpy; "
     "runpy.run_module('detrain_nb.cli.kernel', run_name='__main__', alter_sys=True)"

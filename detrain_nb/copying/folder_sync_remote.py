@@ -101,7 +101,7 @@ def _receive_archive(talk: Talk, writer: TreeWriter) -> IO[bytes]:
 
 
 def _remove_unwanted(folder: str, wanted: _Wanted, sent: dict[str, Sent]) -> None:
-    """Remove sent files that are no longer wanted and unchanged, and folders left empty. Raises: OSError."""
+    """Remove sent files that are unchanged and no longer wanted, and folders left empty. Raises: OSError."""
     try:
         opened = os.open(folder, SEARCH)
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""Lines of JSON with raw bytes between them: the protocol of the notebook and remote_program.py, for both ends.
+"""Lines of JSON with raw bytes between them: both ends of the protocol for files (remote_program.py) and for jobs.
 
 Everything received is validated.
 """
@@ -105,7 +105,7 @@ class Talk:
         self._said_at = time.monotonic()
 
     def tick(self) -> None:
-        """Send, every few seconds, a line that this side is still busy."""
+        """Send a line that this side is still busy, if it has sent nothing for 5 s."""
         if time.monotonic() - self._said_at > _TICK_S:
             self.send(_STILL_AT_IT)
             self.flush()

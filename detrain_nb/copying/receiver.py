@@ -350,7 +350,7 @@ def _read_mode(said: dict[str, Any]) -> int:
 def _receive_file(talk: Talk, writer: TreeWriter, progress: Progress, name: str, said: dict[str, Any]) -> None:
     size, left = as_size(said.get("size")), progress.total - progress.size
     if size > left:
-        raise Untrue(f"{name!r} has {size} bytes, but {left} of the announced bytes are left")
+        raise Untrue(f"{name!r} has {size} bytes, but only {left} of the announced bytes are left")
 
     def counted() -> Iterator[bytes]:
         for data in talk.read(size):

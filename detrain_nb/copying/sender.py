@@ -210,7 +210,9 @@ def send_tree(talk: Talk, tree: Tree, progress: Progress) -> None:
             except OSError as exc:
                 raise FilesError(f"{file.path} cannot be read: {reason_of(exc)}") from exc
             if not file.size and _read(opened, 1, file) and not os.fstat(opened.fileno()).st_size:  # as in /proc
-                raise FilesError(f"{file.path} has contents but size 0, as the system generates it: copy cat's output")
+                raise FilesError(
+                    f"{file.path} has contents but size 0, as the system generates it: copy the output of cat"
+                )
             talk.say("file", name=file.name, size=file.size, mode=tree.mode_of(file))
             _send_exactly(talk, opened, file, progress)
             progress.end_file()
@@ -224,7 +226,7 @@ def _send_exactly(talk: Talk, opened: IO[bytes], file: File, progress: Progress)
     while left:
         data = _read(opened, min(left, _CHUNK_BYTES), file)
         if not data:
-            raise FilesError(f"{file.path} became shorter while it was copied: copy it again")
+            raise FilesError(f"{file.path} shrank while it was copied: copy it again")
         talk.send(data)
         left -= len(data)
         progress.advance(len(data))

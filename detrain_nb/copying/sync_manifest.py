@@ -34,7 +34,7 @@ class Sent:
         return self.is_executable == kind[1] and (not self.is_ours or self.is_private in (None, kind[2]))
 
     def is_untouched(self, status: os.stat_result | None) -> bool:
-        """Check that the file has not changed since it arrived; ``status``: its present one, of a link the link's."""
+        """Check that the file has not changed since it arrived; ``status``: its present one (lstat)."""
         return (
             status is not None
             and stat.S_ISREG(status.st_mode)

@@ -125,7 +125,7 @@ class BootstrappedNode(ABC, Generic[_Connection]):
     def begin(self, session: str) -> AgentFolders:
         """Prepare ``session`` on a kept agent, over the existing connection; returns its folders.
 
-        The new work folder lies next to that of the previous session. Raises: DetrainError.
+        The new work folder is next to that of the previous session. Raises: DetrainError.
         """
         assert self.facts is not None and self._connection is not None
         self.is_trusted = False

@@ -222,10 +222,7 @@ def _refuse_twins(transports: Sequence[Transport]) -> None:
     seen: dict[object, str] = {}
     for transport in transports:
         if (account := transport.account) in seen:
-            raise SpecError(
-                f"{seen[account]} and {transport.name} are the same machine: list it once, with ranks = N for several "
-                "ranks"
-            )
+            raise SpecError(f"{seen[account]} and {transport.name} are the same machine: name it once, with ranks = N")
         if account is not None:
             seen[account] = transport.name
 

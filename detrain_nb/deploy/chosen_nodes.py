@@ -25,7 +25,7 @@ Nodes: TypeAlias = str | os.PathLike[str] | Sequence[Union["Node", Transport]] |
 
 
 def check_session_name(name: str) -> str:
-    """Return ``name``. Raises: SpecError when it is no valid session name, which also names a folder."""
+    """Return ``name``. Raises: SpecError when it is not a valid session name, which also names a folder."""
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise SpecError(
             f"session name {name!r} is invalid: use up to 80 letters, digits, '.', '_' and '-', starting with a letter "

@@ -69,7 +69,7 @@ PATIENCE = Patience()
 
 
 class Stop:
-    """Way to stop the work of other threads: first by request, then by shutting down what they wait for."""
+    """A way to stop the work of other threads: first by request, then by shutting down what they wait for."""
 
     def __init__(self) -> None:
         self._is_set = False

@@ -145,7 +145,7 @@ def _read_lines(path: str, prefix: str) -> tuple[str, ...]:
 
 
 def _read_text(path: str) -> str:
-    """Return the text of a file; empty when it does not exist or is no regular file (a pipe, a device)."""
+    """Return the text of a file; empty when it is missing or is not a regular file, such as a pipe or a device."""
     try:
         with open_regular(os.path.realpath(path)) as file:
             data = file.read(_MOST_BYTES + 1)

@@ -75,7 +75,7 @@ class _KeptAgent:
             sock.close()
 
     def _stay(self) -> None:
-        """Send keep-alive messages, without which the agent would consider us gone, until the connection is taken."""
+        """Send keep-alive messages, without which the agent would disconnect us, until the connection is taken over."""
         try:
             with contextlib.suppress(OSError):
                 self._is_taken = self._wait()

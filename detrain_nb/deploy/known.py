@@ -82,7 +82,7 @@ class KnownSession:
 
     @property
     def own_end(self) -> str:
-        """Sentence that states how long the session's ranks wait for a notebook before they exit."""
+        """Clause that says how long the session's ranks wait for a notebook before they exit."""
         linger_s = self.started.linger_s if self.started else None
         after = "some time" if linger_s is None else _duration(linger_s)
         return f"it ends {after} after its notebook leaves"

@@ -74,7 +74,7 @@ def why_kept(folder: str | os.PathLike[str]) -> str:
         return ""
     return (
         f"{folder} {what}: none of its files are sent to the nodes; "
-        "to send a project's files, open the notebook in a folder of the project's own, or %cd there"
+        "to send a project's files, open the notebook in a folder of the project's own, or %cd there before the start"
     )
 
 

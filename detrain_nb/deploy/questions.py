@@ -19,7 +19,7 @@ class Questions:
     """
 
     def __init__(self, ask: Callable[[str], str | None], *, meanwhile: Callable[[], None] | None = None) -> None:
-        """``meanwhile`` is called repeatedly in the thread of ``serve``; an exception from it ends the waiting."""
+        """Set ``meanwhile``, called repeatedly in the thread of ``serve``; an exception from it ends the waiting."""
         self._ask = ask
         self._meanwhile = meanwhile
         self._waiting: queue.Queue[tuple[str, Future[str | None]]] = queue.Queue()

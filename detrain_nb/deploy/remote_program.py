@@ -101,7 +101,9 @@ class RemoteProgram:
         try:
             self._sock.sendall(data)
         except TimeoutError as exc:
-            raise TransportError(f"our program on the node has read nothing for {limit_s:g} s") from exc
+            raise TransportError(
+                f"our program on the node did not read {len(data):,} bytes within {limit_s:g} s"
+            ) from exc
         except OSError as exc:
             raise self._why_ended() from exc
 

@@ -41,7 +41,7 @@ class SshNode(BootstrappedNode[SshConnection]):
     def _admit(self, connection: SshConnection) -> None:
         """Set ``is_trusted``: whether HTML from this host may be shown, by its host key.
 
-        Raises: TransportError when an earlier connection was trusted and this one is not, as output of the session is
+        Raises: TransportError when an earlier connection was trusted and this one is not: the session's output is
         already shown as trusted.
         """
         host_key = connection.host_key_fingerprint

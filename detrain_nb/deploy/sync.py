@@ -42,9 +42,10 @@ _WHERE_LOOKED = "relative paths are resolved in the folder where the ranks of ea
 class FolderSync:
     """Mirror of the folder ``root`` here in the work folders of nodes.
 
-    ``notices`` collects the files that a node left alone, and hidden files and possible keys that are sent or held
-    back. A node that takes too long is skipped from then on. ``takes_over=False`` is for a session that continues: a
-    work folder that mirrors another folder is left alone. ``top`` is the real path of ``root`` when it was first read.
+    ``notices`` names the files that a node left alone, the hidden files that are sent, and the files that are not sent,
+    as they may hold keys. A node that takes too long is skipped until it is reached again. ``takes_over=False`` is for
+    a session that continues: a work folder that mirrors another folder is left alone. ``top`` is the real path of
+    ``root`` when it was first read.
     """
 
     def __init__(
@@ -246,6 +247,7 @@ class DataCheck:
 
     @property
     def is_same(self) -> bool:
+        """True if no node differs from the others."""
         return not any(self.differences.values())
 
     @property

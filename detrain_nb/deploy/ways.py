@@ -44,7 +44,7 @@ def settle_addresses(transports: Sequence[Transport], *, may_be_apart: bool = Fa
     If this machine is one of several nodes, it gets its ``address`` and ``interface`` now. In that case, and if a node
     is reached through a forwarded port, each node connects once to each other node.
     Returns False when a connection failed and ``may_be_apart`` is set.
-    Raises: LaunchError when one of several nodes has a loopback address, or a connection failed.
+    Raises: LaunchError when some nodes, but not all, have a loopback address, or when a connection failed.
     """
     settle_here(transports)
     addresses = [transport.address for transport in transports]

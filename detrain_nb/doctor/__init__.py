@@ -1,4 +1,6 @@
-"""The doctor: can these nodes train together, how fast, and what must be fixed. A failing host stops no other.
+"""The doctor: can these nodes train together, how fast, and what must be fixed.
+
+A failing host does not stop the others.
 
 report = examine("nodes.toml", bandwidth=True, speed=True)
 write_nodes("nodes.toml", report.measured_nodes())

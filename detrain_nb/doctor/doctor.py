@@ -1,4 +1,4 @@
-"""Examination of hosts in parallel, whatever fails on one of them, and the fixes that are safe to make."""
+"""Examination of hosts in parallel, which continues when one of them fails, and the fixes that are safe to make."""
 
 from __future__ import annotations
 
@@ -35,13 +35,22 @@ def examine(
 ) -> Report:
     """Examine hosts that are reached over SSH: each one alone, then the links between them.
 
+    report = examine("alice@gpu1,gpu2:2222", bandwidth=True, on_progress=print)
+
     Nothing is written on the hosts. Each opens a port for a moment, on the address at which the others reach it.
-    ``bandwidth``: also measure it, between the hosts and from the notebook; this loads the network for a second or two
-    for each other host. ``speed``: measure the speed of a rank of each host relative to the fastest, all ranks at once
-    on the devices that they would use; this loads the devices for a second or two. ``on_progress`` is called with a
-    line before every part, ``ask_passphrase`` when a key needs one, ``meanwhile`` repeatedly, all in the calling
-    thread; an exception from any of them ends the examination. ``config_path`` replaces ~/.ssh/config.
-    Raises: SpecError when the nodes are invalid.
+
+    - ``nodes``: a nodes file, text such as ``alice@gpu1,gpu2:2222``, or a list of nodes; not this machine.
+    - ``bandwidth``: also measure it, between the hosts and from the notebook; this loads the network for a second or
+      two for each other host.
+    - ``speed``: measure the speed of a rank of each host relative to the fastest, all ranks at once on the devices that
+      they would use; this loads the devices for a second or two.
+    - ``on_progress`` is called with a line before every part, ``ask_passphrase`` with the path of a key file that needs
+      a passphrase, ``meanwhile`` repeatedly, all in the calling thread; an exception from any of them ends the
+      examination.
+    - ``config_path`` replaces ~/.ssh/config.
+
+    A host that cannot be reached does not raise: it is a problem of the report.
+    Raises: SpecError when the nodes are invalid, or one is this machine.
     """
     transports = transports_to(nodes)
     chosen = nodes_of(transports)
@@ -86,18 +95,18 @@ def _memory_of(host: Host) -> float | None:
 
 @dataclass(frozen=True, repr=False)
 class Fixed:
-    """The fixes that `fix` made, and the problems left for the user."""
+    """The fixes that `fix` made, each with its host, and the problems left for the user."""
 
     done: tuple[str, ...]
     left: tuple[Problem, ...]
 
     def __repr__(self) -> str:
-        done = [f"fixed on {line}" for line in self.done] or ["nothing that is safe to fix automatically"]
+        done = [f"fixed on {line}" for line in self.done] or ["nothing is safe to fix automatically"]
         return "\n".join([*done, *(["left for you:"] if self.left else []), *(f"- {problem}" for problem in self.left)])
 
 
 def fix(report: Report) -> Fixed:
-    """Create our folder on hosts that lack it, and set its mode to 700 where other users can enter it.
+    """Create detrain_nb's folder on hosts that lack it; set its mode to 700 where other users can enter it.
 
     Nothing else is safe to fix automatically: the other problems are returned with their commands. A fix that fails
     changes nothing.

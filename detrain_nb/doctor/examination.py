@@ -1,4 +1,4 @@
-"""The queries to the hosts: each alone, then how they reach each other; a fault is kept and stops no other host."""
+"""The queries to the hosts: each alone, then how they reach each other; a fault does not stop the others."""
 
 from __future__ import annotations
 
@@ -78,13 +78,19 @@ class Crew:
         *,
         meanwhile: Callable[[], None] | None = None,
     ) -> None:
-        """Call ``meanwhile`` in the calling thread while it waits; an exception from it ends the wait."""
+        """Create the threads.
+
+        ``meanwhile`` is called in the calling thread while it waits; an exception from it ends the wait.
+        """
         self.questions = Questions(ask_passphrase, meanwhile=meanwhile) if ask_passphrase else None
         self._meanwhile = meanwhile
         self._pool = ThreadPoolExecutor(max(1, min(num_hosts, _MOST_HOSTS_AT_ONCE)), "detrain_nb doctor")
 
     def do(self, act: Callable[[T], R], items: Sequence[T]) -> list[R | DetrainError]:
-        """Run ``act`` on each item; return its results, or the DetrainError that it raised, in their order."""
+        """Run ``act`` on each item; return its results in order, a DetrainError in place of a result.
+
+        Raises: any other exception that ``act`` raised.
+        """
         work = [self._pool.submit(act, item) for item in items]
         if self.questions:
             self.questions.serve(work)

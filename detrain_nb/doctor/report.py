@@ -26,7 +26,7 @@ _TABLE_WIDTH = 118
 _NAME_WIDTH = 12
 _NARROWEST, _WIDEST = 18, 48
 _MARKS: dict[State, str] = {"good": "", "none": "", "warning": "! ", "bad": "✗ "}
-_LEFT = "text-align:left"  # as the values
+_LEFT = "text-align:left"  # like the values
 _STYLES: dict[State, str] = {
     "good": "",
     "none": "color:gray",
@@ -39,6 +39,7 @@ _STYLES: dict[State, str] = {
 class Cell:
     """One finding about a host, with advice when it is not good, and the command for it if there is one.
 
+    ``state`` is "good", "warning", "bad", or "none" for what was not examined or does not apply.
     Whatever a host reports, texts are one line, without control characters, and limited in length.
     """
 
@@ -82,7 +83,10 @@ class Problem:
 
 @dataclass(frozen=True)
 class Link:
-    """The link from one host to another; ``error`` is empty when it works. None: not measured."""
+    """The link from one host to another, by their names; ``error`` is empty when it works. None: not measured.
+
+    ``round_trip_ms`` is in milliseconds, ``bandwidth_mbit_s`` in megabits per second.
+    """
 
     source: str
     target: str
@@ -93,7 +97,7 @@ class Link:
 
 @dataclass(frozen=True, repr=False)
 class Report:
-    """The findings; the cells of each row are in the order of ``nodes``."""
+    """The findings, shown as a table; the cells of each row are in the order of ``nodes``."""
 
     nodes: tuple[Node, ...]
     rows: tuple[Row, ...]
@@ -106,6 +110,7 @@ class Report:
 
     @property
     def hosts(self) -> tuple[str, ...]:
+        """The names of the nodes."""
         return tuple(node.name for node in self.nodes)
 
     @property
@@ -120,11 +125,11 @@ class Report:
 
     @property
     def is_ok(self) -> bool:
-        """Whether these nodes can train together; there may be warnings."""
+        """True if these nodes can train together; there may be warnings."""
         return all(problem.is_warning for problem in self.problems)
 
     def cell(self, check: str, host: str) -> Cell:
-        """Return the cell of a check and a host. Raises: KeyError, ValueError."""
+        """Return the cell of a check and a host. Raises: KeyError for an unknown check, ValueError for a host."""
         return {row.check: row.cells for row in self.rows}[check][self.hosts.index(host)]
 
     def measured_nodes(self) -> tuple[Node, ...]:

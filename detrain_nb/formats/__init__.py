@@ -48,7 +48,10 @@ EXPORTERS: Mapping[str, Callable[..., str]] = {
 def export_spec(spec: PipelineSpec, to: str, *, gpus: int = 0, options: Mapping[str, str | None] | None = None) -> str:
     """Return a spec as the text of a file in the format ``to``; a node without ``devices`` has ``gpus`` GPUs.
 
-    ``options`` are those of the target; None or an empty string means not given. Raises: SpecError.
+    ``to`` is one of ``EXPORTERS``: torchrun, slurm, akash, pytorchjob, trainjob, runai, torchtitan, torchtitan-toml and
+    accelerate. ``options`` are those of the target, as in ``{"namespace": "team"}``, see
+    `detrain_nb.pipelines.describe_targets`; None or an empty string means not given.
+    Raises: SpecError, also for a spec that the format cannot express.
     """
     if to not in EXPORTERS:
         raise SpecError(f"{to!r} is not an export format: give one of {', '.join(EXPORTERS)}")
@@ -67,7 +70,7 @@ def export_spec(spec: PipelineSpec, to: str, *, gpus: int = 0, options: Mapping[
 
 
 def check_export(spec: PipelineSpec, *, gpus: int = 0) -> list[Finding]:
-    """Return the faults of a spec as an export, and the possible ones as warnings."""
+    """Return the faults that an export of a spec would have, and as warnings those that it may have."""
     findings = [found for found in spec.check() if found.field != "image"]  # which concerns only our own jobs
     if len(spec.nodes) == 1 and (said := explain_no_host(spec.nodes[0].host)):
         findings.append(Finding("nodes.host", said, "warning"))
@@ -83,7 +86,10 @@ def _name_unknown(spec: PipelineSpec) -> list[str]:
 
 
 def write_export(text: str, target: str) -> str:
-    """Write an exported text to a path or URL; returns a message of what was done. Raises as `storage.locate`."""
+    """Write an exported text to a path or fsspec URL, and return a message about that.
+
+    Raises: DetrainError when it cannot be written there.
+    """
     place = locate(target)
     before = ", replacing the old file" if place.exists() else ""
     place.write(text.encode("utf-8"))
@@ -93,6 +99,6 @@ def write_export(text: str, target: str) -> str:
 def write_import(imported: Imported, target: str) -> str:
     """Write what was imported as a spec, or as a nodes file, in the format of the suffix.
 
-    Returns a message of what was done. Raises: SpecError, and as `storage.locate`.
+    Returns a message about that. Raises: SpecError for another suffix, or when it cannot be written there.
     """
     return write_export(format_document(imported.to_dict(), suffix_of(target), where=target), target)

@@ -15,9 +15,9 @@ _SAME = ("python", "workdir", "setup")
 
 
 def check_alike(spec: PipelineSpec, plan: Plan, *, by: str) -> tuple[int, Node | None]:
-    """Return how many ranks each node has, and the node whose settings all share; ``by`` names the scheduler.
+    """Return how many ranks each node has, and the node whose settings all share, None without nodes.
 
-    Raises: SpecError when the nodes differ.
+    ``by`` names the scheduler. Raises: SpecError when the nodes differ, or their number may vary.
     """
     settings = spec.rendezvous
     if settings.min_nodes is not None or settings.max_nodes is not None:

@@ -11,7 +11,7 @@ from .relaxed_json import read_relaxed
 
 _SCRIPT = "torch_training.py"  # the script in the RFC
 _NO_SCRIPT = f"source: a Hypha job has no script, as its workers bring their own: write {_SCRIPT}, with job_spec()"
-_NOT_YET = 'belongs to DiLoCo: a spec has only the algorithm "sync" yet, which synchronizes replicas in every step'
+_NOT_YET = 'belongs to DiLoCo: a spec so far has only the algorithm "sync", which synchronizes replicas in every step'
 _ROUNDS = f"{_NOT_YET}; with max_batch_size, training.steps covers the same number of samples"
 _PLACEHOLDER = "is a placeholder without a value"
 _LEFT_OPEN = "left open"

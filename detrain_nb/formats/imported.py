@@ -61,7 +61,10 @@ class Foreign:
 
 @dataclass(frozen=True)
 class Imported(ShownAsText):
-    """What was imported: a pipeline, or only nodes; and what was left out, each by its name, with the reason."""
+    """What was imported: ``spec``, or only ``nodes``; and what was left out, each by its name, with the reason.
+
+    ``kind`` is the kind of file that was recognized, one of ``IMPORTERS``. It prints as YAML.
+    """
 
     kind: str
     spec: PipelineSpec | None = None

@@ -45,7 +45,7 @@ _OF_NODES = ("lease", "ravnest", "ssh_config", "hostfile")  # files with nodes o
 def import_file(where: str | os.PathLike[str], *, kind: str = "") -> Imported:
     """Import a file of another tool from a path or an fsspec URL; ``kind`` is one of `IMPORTERS`, detected by default.
 
-    Raises: SpecError with the place in the file.
+    Raises: SpecError with the place in the file, or when its kind is not recognized.
     """
     location = locate(where)
     return import_text(read_text(location), name=location.name, kind=kind)
@@ -108,7 +108,7 @@ def explain_no_spec(where: str | os.PathLike[str]) -> str:
 
 
 def explain_no_host(host: str) -> str:
-    """Return how to import a host list whose file name is given as a ``host``; empty if it is no such file."""
+    """Return how to import a host list whose file name is given as a ``host``; empty if it is not one."""
     with contextlib.suppress(SpecError):
         if os.path.isfile(host) and (kind := find_kind(read_text(locate(host)), name=host)) in (
             "hostfile",

@@ -59,7 +59,7 @@ def _list_ways(table: str, service: str, said: list[Any], way: tuple[str, int] |
     names = WAYS[table]
     if others := [entry.get(names[1]) for index, entry in enumerate(said) if (table, index) != way]:
         ports = ", ".join(shown(str(port), most=20) for port in others)
-        yield (), f"a node has only one port, that of sshd, and not {ports}"
+        yield (), f"a node has only one port, that of sshd; not used: {ports}"
     if chosen == table:
         unread = {key: value for key, value in said[number].items() if key not in names}
         yield from (((number, *steps), reason) for steps, reason in _list_state(service, unread))

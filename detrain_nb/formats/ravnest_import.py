@@ -19,7 +19,7 @@ _ITS_SPLIT = "Ravnest's own split of the model, for which a spec has mesh axes"
 
 
 def _content(foreign: Foreign) -> Any:
-    """Return the content, which may have comments as in Ravnest's documentation; None if it is no such file."""
+    """Return the content, which may have comments as in Ravnest's documentation; None if it is another file."""
     if foreign.suffix not in ("", ".json") or not ('"IP"' in foreign.text or '"node_type"' in foreign.text):
         return None
     try:

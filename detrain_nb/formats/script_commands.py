@@ -120,7 +120,7 @@ def _take_words(script: Script, command: Command) -> None:
         script.left_out += name_before_text(texts, text)
         script.num_chars += 1000 + len(text)  # each shell gets a copy of the variables, too
         if script.num_chars > MOST_BYTES:
-            raise SpecError(f"line {command.line}: the texts passed to shells up to here are {TOO_LARGE}")
+            raise SpecError(f"line {command.line}: the text passed to shells up to here is {TOO_LARGE}")
         _take_inner(script, command, split_script(text))
     elif name == "export" or _are_variables(texts):
         _take_variables(script, command, is_exported=name == "export")

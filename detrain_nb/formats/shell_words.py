@@ -97,7 +97,7 @@ def split_script(text: str) -> list[Command]:
     for command in _Splitter(text).commands():
         found += [command] if command.words or command.ends_branch else []
         if len(found) > _MOST_COMMANDS:
-            raise SpecError(f"line {command.line}: has more than {_MOST_COMMANDS:,} commands: give fewer")
+            raise SpecError(f"line {command.line}: more than {_MOST_COMMANDS:,} commands up to here: give fewer")
     return found
 
 
@@ -114,7 +114,7 @@ class _Splitter:
         redirect, before, depth = "", "\n", 0
         for number, (kind, piece, line) in enumerate(self._pieces()):
             if number == _MOST_PIECES:
-                raise SpecError(f"line {line}: has more than {_MOST_PIECES:,} blanks, quotes and words: give fewer")
+                raise SpecError(f"line {line}: more than {_MOST_PIECES:,} blanks, quotes, words up to here: give fewer")
             if piece == "(" and kind == "end" and not command.words and (name := _name_array(pieces)):
                 command, pieces = Command(line=command.line, array=name), []
                 continue
@@ -127,7 +127,7 @@ class _Splitter:
             if pieces:
                 num_words += 1
                 if num_words > _MOST_WORDS:
-                    raise SpecError(f"line {line}: has more than {_MOST_WORDS:,} words: give fewer")
+                    raise SpecError(f"line {line}: more than {_MOST_WORDS:,} words up to here: give fewer")
                 word = _join(pieces)
                 is_copy = redirect[-1:] == "&" and (word.text.isdecimal() or word.text == "-")  # as in 2>&1
                 if not is_file:

@@ -131,7 +131,8 @@ def check_job(spec: PipelineSpec, plan: Plan, *, optimizers: Collection[str] = (
         raise SpecError(f"training.epochs {how.epochs}: torchtitan counts steps: give training.steps")
     if how.optimizer.lower() not in optimizers:
         raise SpecError(
-            f"training.optimizer {how.optimizer!r}: torchtitan lacks it here: give {' or '.join(optimizers)}"
+            f"training.optimizer {how.optimizer!r}: this torchtitan format does not support it: "
+            f"give {' or '.join(optimizers)}"
         )
     if how.loss not in (None, "cross_entropy"):
         raise SpecError(f"training.loss {how.loss!r}: torchtitan has only cross_entropy: give that, or leave it out")

@@ -17,7 +17,7 @@ _FILE = re.compile(r"FileNotFoundError: .*?: '([^'\n]{1,200})'")
 _BY_STATE = {
     LOST: "the job's runner was killed: check the machine's memory and system log, then run the job again",
     RESTARTED: "the machine, or its container, was restarted: run the job again",
-    UNREADABLE: "another release of detrain_nb wrote its files: use that release, or inspect its folder on the node",
+    UNREADABLE: "another release of detrain_nb wrote the job's files: use that release, or inspect its folder there",
 }
 
 

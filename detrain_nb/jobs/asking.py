@@ -138,7 +138,7 @@ def _begin(act: Callable[[int], _Result], index: int) -> Future[_Result]:
     def run() -> None:
         try:
             result = act(index)
-        except BaseException as exc:  # noqa: BLE001  whoever waits for the future gets it
+        except BaseException as exc:  # noqa: BLE001  raised where the result is awaited
             future.set_exception(exc)
         else:
             future.set_result(result)

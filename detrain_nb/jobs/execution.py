@@ -31,7 +31,7 @@ _SLACK_S = 60.0
 
 @dataclass(frozen=True)
 class Executed:
-    """Outcome of a command on each node: its exit status, or why it could not be run."""
+    """Outcome of a command by the name of the node: its exit status, or the error why it could not be run."""
 
     statuses: dict[str, int | DetrainError]
 
@@ -50,7 +50,9 @@ def execute(
     on_line: Callable[[LogLine], object] | None = None,
     slack_s: float = _SLACK_S,
 ) -> Executed:
-    """Run a shell command on all nodes; with ``job``, in its folder and environment.
+    """Run a shell command on all nodes; with ``job``, the id of a job, in its folder and environment.
+
+    ``nodes`` are transports: in your own code call `Job.execute`.
 
     ``on_line`` is called in this thread. After ``timeout_s`` the nodes kill the command; a node that does not
     report its end within another ``slack_s`` is not waited for. Raises: SpecError.

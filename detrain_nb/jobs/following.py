@@ -43,7 +43,7 @@ class Retries:
 
 @dataclass(frozen=True)
 class Wanted:
-    """Selection of lines: of which nodes, by position, of which rank, and of logs, of metrics or of neither.
+    """A selection of lines: of ``nodes`` (by position), of ``rank``, and of logs, of metrics, of both or of neither.
 
     The log of torchrun is left out unless it is wanted: when a rank fails, it has a traceback of torchrun's own code.
     """
@@ -54,7 +54,7 @@ class Wanted:
     has_torchrun: bool = False
     has_metrics: bool = False
     is_once: bool = False  # only what exists now
-    tail: int | None = None  # of what exists now, only so many last lines of each log
+    tail: int | None = None  # of what exists now, only this many last lines of each log
     num_ranks: int | None = None  # of the job, None if unknown
 
     def check(self, job: str) -> None:
@@ -91,7 +91,7 @@ class _NodeState:
 
 
 class Follower:
-    """Follower of one job on all its nodes; ``run`` returns the last report of each node.
+    """A follower of one job on its nodes; ``run`` returns the last report of each, or why there is none.
 
     ``on_line`` and ``on_metrics`` are called in the thread that calls ``run``. An exception in them, or an interrupt,
     ends ``run``; the job continues.

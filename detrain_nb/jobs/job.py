@@ -50,7 +50,11 @@ _MOST_BYTES, _MOST_SHOWN_BYTES = 2_000_000_000, 20_000_000  # of output kept in 
 
 
 class Job(ShownAsText):
-    """A submitted job; ``find_job`` finds it again in any later process of this user on this machine."""
+    """A submitted job; ``find_job`` finds it again in any later process of this user on this machine.
+
+    ``id`` is unique, ``name`` is the spec's, and ``notices`` are messages about the submission. Wherever a method takes
+    ``node``, give its name, or its number from 0; None means all nodes. ``rank`` None means all ranks.
+    """
 
     def __init__(
         self,
@@ -94,7 +98,7 @@ class Job(ShownAsText):
     # ---- its status
 
     def status(self, *, limit_s: float = _STATUS_LIMIT_S) -> JobStatus:
-        """Ask all nodes for its status; a node that does not answer within ``limit_s`` is listed in ``silent``."""
+        """Ask all nodes for its status; a node that does not answer within ``limit_s`` s is listed in ``silent``."""
         said = try_on_all(self._transports(), self._ask_node, limit_s=limit_s)
         return self._note(said)
 
@@ -103,7 +107,10 @@ class Job(ShownAsText):
         return known_status(self._record.get(self.id))
 
     def wait(self, timeout_s: float | None = None) -> JobStatus:
-        """Wait until the job is over; ``.check()`` of the result raises if the job failed. Raises: TimeoutError."""
+        """Wait until the job is over, whether it succeeded or failed; ``job.wait().check()`` raises if it failed.
+
+        ``timeout_s`` None: no limit. An interrupt ends the wait; the job continues. Raises: TimeoutError.
+        """
         return self._follow(Wanted(has_logs=False), limit_s=timeout_s)
 
     def show(self) -> JobReport:
@@ -125,6 +132,8 @@ class Job(ShownAsText):
     def on_change(self, on_news: OnNews) -> Callable[[], None]:
         """Call ``on_news`` with a `JobNews` now and after each change, in a thread of the job's own; return at once.
 
+        stop_listening = job.on_change(lambda news: print(news.status.state))
+
         Call the returned function to end the calls; an exception in ``on_news`` ends them, too. While there is a
         listener and the job is not over, threads run and ask each node at most once a second.
         """
@@ -136,7 +145,7 @@ class Job(ShownAsText):
                 stop = self._watch.add(on_news)
         return stop
 
-    # ---- what it prints
+    # ---- its output
 
     def attach(
         self,
@@ -150,10 +159,12 @@ class Job(ShownAsText):
         on_reports: OnReports | None = None,
         on_piece: OnPiece | None = None,
     ) -> JobStatus:
-        """Follow all output of the job, from its beginning to its end. An interrupt ends this, and the job continues.
+        """Follow all output of the job, from its beginning to its end; an interrupt ends this, and the job continues.
 
-        The returned status has only the very last line of a failed rank if ``on_line`` already got the others.
-        ``tail`` is as in `logs`.
+        Each line is passed to ``on_line`` as a `LogLine`, in this thread. The returned status has only the very last
+        line of a failed rank if ``on_line`` already got the others. A failed job raises nothing here: see
+        `JobStatus.check`.
+        ``torchrun`` and ``tail`` are as in `logs`.
         ``on_metrics`` gets what its ranks log, ``on_reports`` the last report of each node, several times a second.
         ``on_piece`` gets the output of ranks instead of ``on_line``: raw, as it arrives, with its bars and colours.
         """
@@ -175,9 +186,13 @@ class Job(ShownAsText):
     ) -> JobLog:
         """Return its output so far, of one node or rank or of all; with ``follow``, all output until its end.
 
-        ``torchrun``: include the log of torchrun. ``tail``: of the output so far, only so many last lines of each
-        rank, at most 4 MB. ``on_line`` gets each line as it arrives, and the result is empty then; ``on_piece`` as in
-        `attach`. Another thread can end the call with ``cancel``.
+        print(job.logs(rank=0, tail=20))
+
+        ``torchrun``: include the log of torchrun. ``tail``: of the output so far, only this number of last lines of
+        each rank, at most 4 MB. ``on_line`` gets each line as it arrives, and the result is empty then; ``on_piece`` as
+        in `attach`. Another thread can end the call with ``cancel``.
+        Raises: SpecError for a node or rank that the job does not have; JobError when no node answers, or the output
+        takes more than 2 GB.
         """
         kept = Kept(self.id, _MOST_BYTES)
         wanted = Wanted(self._positions(node), rank, has_torchrun=torchrun, is_once=not follow, tail=tail)
@@ -185,7 +200,11 @@ class Job(ShownAsText):
         return JobLog(tuple(kept.lines) if follow else in_order(kept.lines))
 
     def metrics(self, *, rank: int | None = None) -> list[dict[str, Any]]:
-        """Return what all ranks have logged with ``log_metrics``, by step and rank; also while the job runs."""
+        """Return what all ranks have logged with ``log_metrics``, by step and rank; also while the job runs.
+
+        Each dict has ``step``, ``time`` (seconds since the epoch), ``rank`` and the logged values, as `read_metrics`
+        returns them.
+        """
         kept = Kept(self.id, _MOST_BYTES)
         self._follow(Wanted(None, rank, has_logs=False, has_metrics=True, is_once=True), on_metrics=kept.add_metrics)
         return kept.by_step()
@@ -200,7 +219,11 @@ class Job(ShownAsText):
             return hear_back(talk, self.id, node_rank, part)
 
     def plot(self, *names: str) -> Any:
-        """Draw curves of the logged metrics with matplotlib: those of ``names``, by default the first 12."""
+        """Draw curves of the logged metrics with matplotlib: those of ``names``, by default the first 12.
+
+        Returns the axes. Raises: SpecError when one of ``names``, or any number at all, was never logged, or matplotlib
+        is not installed.
+        """
         from .curves import plot
 
         return plot(self.metrics(), *names)
@@ -217,7 +240,10 @@ class Job(ShownAsText):
     # ---- actions
 
     def stop(self, *, grace_s: float = GRACE_S) -> JobStatus:
-        """Stop all its ranks: SIGTERM, then SIGKILL after ``grace_s``. A job that is already over stays as it is."""
+        """Stop all its ranks: SIGTERM, then SIGKILL after ``grace_s`` s. A job that is already over stays as it is.
+
+        Raises: JobError when a node could not be reached, and the job may still run there.
+        """
         failures = stop_parts(self._transports(), self.id, grace_s=grace_s)
         if self._watch:
             self._watch.look_now()
@@ -283,11 +309,13 @@ class Job(ShownAsText):
     ) -> Fetched:
         """Fetch artifacts into the folder ``to``: those that match ``pattern``, by default the spec's ``artifacts``.
 
+        files = job.fetch("*.pt", "models").files  # ('model.pt',)
+
         A local file that differs is kept, unless it is as an earlier fetch of this job left it, or ``replace`` is set.
         ``anyway``: fetch what exists, from the nodes that answer, even if the job is not over or failed.
         Another thread can end the call with ``cancel``.
-        Raises: JobError when the job is not over or did not succeed, unless ``anyway``; after everything else was
-        fetched, when a file was kept.
+        Raises: JobError when the job is not over or did not succeed, unless ``anyway``; when no node answers or
+        nothing matches; after everything else was fetched, when a file was kept. DetrainError when a node fails.
         """
         status = self.status()
         if not anyway:
@@ -314,7 +342,13 @@ class Job(ShownAsText):
         return dataclasses.replace(fetched, silent=tuple(status.silent))
 
     def execute(self, command: str, *, timeout_s: float = COMMAND_LIMIT_S, on_line: OnLine | None = print) -> Executed:
-        """Run a shell command on all its nodes, in its folder and with its environment, without its secrets."""
+        """Run a shell command on all its nodes, in its folder and with its environment, without its secrets.
+
+        status = job.execute("nvidia-smi").status  # the largest exit status
+
+        ``on_line`` gets each line as a `LogLine`; None shows nothing. The command is killed after ``timeout_s`` s.
+        Raises: SpecError for an empty command. A node that cannot be reached does not raise: see `Executed`.
+        """
         return execute(self._transports(), command, job=self.id, timeout_s=timeout_s, on_line=on_line)
 
     def remove(self, *, anyway: bool = False) -> None:

@@ -28,7 +28,10 @@ def jobs(
     record: Record | None = None,
     ask_passphrase: AskPassphrase | None = None,
 ) -> JobList:
-    """List the newest jobs; ask nodes about those that are not over, for ``limit_s`` in all. Raises: SpecError."""
+    """List the ``limit`` newest jobs; ask nodes about those that are not over, for ``limit_s`` seconds in all.
+
+    ``ask`` False shows the last known states. Raises: SpecError.
+    """
     if not 1 <= limit <= _MOST_LISTED:
         raise SpecError(f"limit {limit}: give 1 to {_MOST_LISTED}")
     record = record or Record()
@@ -45,7 +48,9 @@ def find_job(
 ) -> Job:
     """Find a job by its id, the beginning of its id, or its name (the newest); by default the last one submitted here.
 
-    Raises: JobError.
+    job = find_job("fashion")
+
+    No node is contacted. Raises: JobError when there is none, or several ids begin like that.
     """
     record = record or Record()
     row = record.get_last() if wanted is None else record.get(wanted)

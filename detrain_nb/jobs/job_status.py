@@ -45,6 +45,10 @@ _GONE = 1  # the exit status of a job without an exit code
 class JobStatus(ShownAsText):
     """Status of one job: its state, and once it is over its exit code, 0 if all ranks succeeded.
 
+    ``state`` is one of submitting, preparing, running, stopping; when it is over ended (also if it failed: see
+    ``exit_code``), stopped, lost, node restarted, not started, unreadable; unknown when too few nodes answer.
+    ``failed_node``, ``failed_rank``, ``reason`` and ``last_lines`` describe the first failure, if there is one.
+    ``started_at`` and ``ended_at`` are in seconds since the epoch. ``metrics`` are those logged last.
     ``reports``: each node's report on its part, by name. ``silent``: the nodes without a report, and why.
     """
 
@@ -64,6 +68,7 @@ class JobStatus(ShownAsText):
 
     @property
     def is_over(self) -> bool:
+        """True once the job has ended in any way: no rank runs."""
         return self.state in OVER
 
     @property

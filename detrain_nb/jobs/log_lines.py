@@ -89,7 +89,7 @@ class FollowedFile:
 
     @classmethod
     def of(cls, name: str, offset: int = 0) -> FollowedFile:
-        """Return one for a file of a job; a line of metrics is useless in parts, so it may be longer."""
+        """Return an instance for a file of a job; a line of metrics is useless in parts, so it may be longer."""
         return cls(offset, most_line_bytes=MOST_LINE_BYTES if name.startswith("metrics/") else _MOST_LINE_BYTES)
 
     def take(self, offset: int, data: bytes) -> list[str]:

@@ -40,7 +40,7 @@ _TRY_IMPORT = "import importlib.util as u, sys; print(*[name for name in sys.arg
 
 
 def check_here(spec: PipelineSpec) -> list[Finding]:
-    """Return the findings on ``spec``, its secrets and its source folder; no node is asked."""
+    """Return the findings on ``spec``, its secrets and its source folder; no node is asked. An empty list is good."""
     path = spec.source.path
     findings = spec.check() if path is None or "://" in path else _plan_source(spec)[1]
     return [*findings, *_check_secrets(spec)]
@@ -53,7 +53,10 @@ def check_nodes(
     ask_passphrase: AskPassphrase | None = None,
     on_progress: Callable[[str], object] | None = None,
 ) -> list[Finding]:
-    """Return the findings on ``spec`` and on its nodes as they are now. Nothing is started there.
+    """Return the findings on ``spec`` and on its nodes as they are now; no rank is started there.
+
+    for finding in check_nodes(spec):
+        print(finding)  # nodes.gpu2.python: ...
 
     ``storage``: the location through which the source is sent, as for `submit`. ``on_progress`` is told who will get
     the token of a repository, before it is sent.

@@ -57,7 +57,7 @@ def note_down(status: JobStatus, record: Record) -> None:
 
 
 class Noting:
-    """Judge of one job: derives its status from the reports of its nodes, and records it when it has changed."""
+    """Status of one job, derived from the reports of its nodes, and recorded when it has changed."""
 
     def __init__(self, job: str, name: str, nodes: Sequence[str], record: Record) -> None:
         self._job, self._name, self._nodes, self._record = job, name, nodes, record

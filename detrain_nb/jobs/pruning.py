@@ -29,8 +29,10 @@ def prune(
 ) -> list[str]:
     """Remove the jobs that ended more than ``older_than_days`` ago; return their ids.
 
+    prune(30)
+
     A job with a node that does not answer is kept; with ``anyway`` it is forgotten here. ``on_job`` gets each id, and
-    the error that kept the job, or None.
+    the error that kept the job, or None. Raises: SpecError for an invalid number.
     """
     if not 0 <= older_than_days <= 100_000:
         raise SpecError(f"older than {older_than_days:g} days: give 0 to 100000")

@@ -196,7 +196,7 @@ class Record:
         return found
 
     def remove(self, id: str) -> None:
-        """Forget a job, and its spec unless another job has the same. A missing job is no error."""
+        """Forget a job, and its spec unless another job has the same. A missing job is not an error."""
         with self._changing() as db:
             digest = db.execute("SELECT spec_digest FROM jobs WHERE id = ?", (id,)).fetchone() or ("",)
             db.execute("DELETE FROM jobs WHERE id = ?", (id,))

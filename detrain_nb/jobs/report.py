@@ -26,7 +26,10 @@ _FAILED = f"{_LEFT};{RED}"
 
 @dataclass(frozen=True)
 class JobList:
-    """Jobs, the newest first; it is shown as a table. ``at``: the time from which their ages count."""
+    """Jobs, the newest first; it is shown as a table, and iterating yields a `JobSummary` for each.
+
+    ``at``: the time from which their ages count, in seconds since the epoch.
+    """
 
     rows: Sequence[JobSummary]
     at: float = field(default_factory=time.time)

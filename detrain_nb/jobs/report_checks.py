@@ -49,7 +49,7 @@ _TERMINAL = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\
 
 @dataclass(frozen=True)
 class NodeReport:
-    """Report of a node on its part of a job; ``id`` and ``node_rank`` identify the part."""
+    """Report of a node on its part of a job; ``id`` and ``node_rank`` identify the part, as in `JobStatus`."""
 
     id: str
     node_rank: int

@@ -39,8 +39,8 @@ def ship(
 ) -> str:
     """Put a source on the node of ``talk``; return its id there, for "prepare".
 
-    The id is empty for a repository whose host a node does not reach, as ``source.unreached`` says by the name
-    ``node``: then ship what `fetch_here` makes of it instead.
+    The id is empty if a node does not reach the host of a repository: ``source.unreached`` then names that node, as
+    its ``node``, and the reason; ship the result of `fetch_here` instead.
 
     ``storage``: the URL of a folder that this machine can write and the nodes can read. ``environment``: secrets,
     namely the token of a repository and the credentials of the store; a token may also be in the environment of this

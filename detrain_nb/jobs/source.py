@@ -81,7 +81,8 @@ class ShippedSource:
 
     ``commit`` is the ref, if that is a commit; else the first node that fetches reports it, ``said_by`` is that node's
     name, and all others must find the same commit. The first node that does not reach the host sets ``unreached``:
-    then no node has to. Threads that send the source share it, and hold ``lock`` for what only one of them may do.
+    then no further node is asked to fetch. Threads that send the source share it, and hold ``lock`` for steps that only
+    one of them may take.
     """
 
     program: tuple[str, ...]
@@ -185,7 +186,8 @@ def _with_entry(source: Source, files: list[SourceFile], kept: list[str], skippe
     notices = []
     if kept:
         notices.append(
-            f"not sent, as they may hold keys: {_name_all(kept)}: a line !NAME in {OWN_FILE} sends one that does not"
+            f"not sent, as they may hold keys: {_name_all(kept)}: "
+            f"to send a file that holds none, add a line !NAME to {OWN_FILE}"
         )
     if skipped:
         notices.append(

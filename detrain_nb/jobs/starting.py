@@ -1,6 +1,6 @@
 """From a spec to a job on all its nodes: all nodes are prepared before anything runs, or nothing runs.
 
-A notebook that dies in between leaves nothing: a node drops what it has prepared when the talk that asked for it ends.
+A notebook that dies in between leaves nothing: a node drops what it has prepared when the connection to it ends.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def start(
 
     ``before``: the id of the job that is restarted, whose checkpoints are taken over. ``file`` is written to the
     record. Another thread can end the call with ``cancel``.
-    Raises: as `submit`; nothing runs then.
+    Raises: what `submit` raises; nothing runs then.
     """
     storage = _full_url(storage)
     given = secrets, storage, nodes, record, ask_passphrase, on_progress, before, file
@@ -194,7 +194,7 @@ class _Starting:
                 self._prepare_and_launch(talks, orders, ready, secrets)
         except BaseException as exc:
             with contextlib.suppress(DetrainError):
-                if not self._may_run or self._undo(job):  # the caller gets the error; later there is nothing to see
+                if not self._may_run or self._undo(job):  # nothing of the job is left, and the caller gets the error
                     self.record.remove(job)
                 else:
                     self.record.update(job, state=NOT_STARTED, ended_at=time.time(), exit_code=None)

@@ -70,11 +70,21 @@ def submit(
 ) -> Job | Submission:
     """Start a job on all nodes of ``spec``, or on ``nodes``, as ``"gpu1,gpu2"``; it continues when this process ends.
 
-    ``spec``: a spec, its path, or its URL. ``file``: the path that a spec object was read from; My Pipelines lists the
-    job there. ``dry_run``: only return what would run where, and which files would be sent; no node and no git host is
-    asked. ``storage``: a location, as ``s3://bucket/folder``, through which the source is sent. ``secrets``: by
-    default, the variables of this process that the spec names. The job's ``notices`` have the given ones, then
-    messages for the user that do not prevent the start.
+    job = submit("train.toml", nodes="gpu1,gpu2", on_progress=print)
+    print(submit("train.toml", dry_run=True))  # what would run where; nothing is started
+
+    - ``spec``: a spec, its path, or its URL; also a script (.py) or a notebook.
+    - ``name``: a name in place of the spec's.
+    - ``dry_run``: return a `Submission` with what would run where, and which files would be sent. No node and no git
+      host is asked.
+    - ``storage``: a location such as ``s3://bucket/folder``, through which the source is sent.
+    - ``secrets``: values for the variables that the spec's ``secrets`` name; the others come from this process's
+      environment.
+    - ``file``: the path that a spec object was read from; My Pipelines lists the job there.
+    - ``on_progress``: called with a line about each step. ``ask_passphrase``: as in `detrain_nb.Session.start`.
+    - ``record``: where jobs are recorded, by default this user's record on this machine.
+
+    The job's ``notices`` have the given ones, then messages for the user that do not prevent the start.
     Raises: SpecError for an invalid spec, JobError when a job of that name is running, DetrainError with a line for
     each node that failed. Nothing runs then.
     """

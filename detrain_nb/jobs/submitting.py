@@ -18,7 +18,7 @@ _PREFIX = ".submitting-"
 
 @contextlib.contextmanager
 def submitting(name: str) -> Iterator[None]:
-    """Hold the lock on a name: no other process of this user here submits such a job meanwhile. Raises: JobError."""
+    """Hold the lock on a job name: no other process of this user on this machine submits it now. Raises: JobError."""
     if os.name != "posix":
         yield
         return

@@ -1,4 +1,4 @@
-"""Watch on a job: listeners are called when something has changed. Each node is asked at most once a second.
+"""A watch on a job: listeners are called when something has changed. Each node is asked at most once a second.
 
 Threads run only while there are listeners and the job is not over: one calls the listeners, and one per node asks that
 node, which may take long to time out.
@@ -28,7 +28,7 @@ _SHORTEST_GAP_S, _LONGEST_GAP_S = 1.0, 5.0  # between two questions to a node: l
 _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 30.0  # until a node that did not answer is tried again
 _PATIENCE = Patience(silence_s=15.0, answer_s=60.0)
 _TELL_GAP_S = 0.3
-_NEWS_LIMIT_S = 60.0  # after so long without news, check that the watch still runs
+_NEWS_LIMIT_S = 60.0  # after this long without news, check that the watch still runs
 _FIRST_WORD_S = 2.0  # how long the first news waits for all nodes
 
 
@@ -48,6 +48,7 @@ class JobNews:
     """A job as it is now. ``parts``: new parts of its logs since the last news; at first, the last part of each log.
 
     ``curves`` has all logged metrics and grows while the job runs: read it only in the call that passes it.
+    ``checkpoints`` are pairs of a step and the time at which it was complete, in seconds since the epoch.
     ``unreached`` nodes are in ``status`` as they were when they last answered. ``begun``: by node and source, the
     unfinished line of a log, such as a moving bar. ``is_last``: all nodes have reported all, and no more news follows.
     """
@@ -72,7 +73,7 @@ class _Listener:
 
 
 class Watch:
-    """Watch on one job for all listeners of a `Job`. ``judge`` derives its status from the reports, and records it."""
+    """A watch on one job for all listeners of a `Job`. ``judge`` derives the status from reports, and records it."""
 
     def __init__(self, nodes: Sequence[Transport], job: str, *, num_ranks: int | None, judge: Judge) -> None:
         self._nodes, self._judge = nodes, judge

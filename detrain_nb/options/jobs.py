@@ -37,10 +37,12 @@ def add_job_commands(commands: Any, *, spec: str) -> dict[str, OptionParser]:
     )
     parsers["show"] = add_one_job(commands, "show", "show a job: its status, nodes, plan and last metrics")
     parsers["logs"] = logs = add_one_job(commands, "logs", "print a job's output", "train -f --tail 20 --node gpu1")
-    logs.add_argument("-f", "--follow", action="store_true", help="follow until the job ends; Ctrl-C leaves it running")
+    logs.add_argument(
+        "-f", "--follow", action="store_true", help="follow until the job ends; an interrupt leaves it running"
+    )
     logs.add_argument("--tail", type=whole, metavar="N", help="begin with the last N lines of each rank")
-    logs.add_argument("--node", type=not_empty, metavar="NODE", help="of one node only, by name or number")
-    logs.add_argument("--rank", type=whole, metavar="R", help="of one rank only")
+    logs.add_argument("--node", type=not_empty, metavar="NODE", help="only the output of one node, by name or number")
+    logs.add_argument("--rank", type=whole, metavar="R", help="only the output of one rank")
     logs.add_argument("--torchrun", action="store_true", help="also the output of torchrun itself")
     parsers["attach"] = add_one_job(commands, "attach", "follow a job's output to its end; fails if the job fails")
     parsers["stop"] = stop = add_one_job(commands, "stop", "stop all ranks of a job")
@@ -67,7 +69,9 @@ def _add_those_with_a_spec(commands: Any, spec: str) -> dict[str, OptionParser]:
         parser.add_argument("spec", metavar="SPEC", help=spec)
         add_name_and_nodes(parser)
     add_follow(submit)
-    submit.add_argument("--dry-run", action="store_true", help="show what would run where, and which files are copied")
+    submit.add_argument(
+        "--dry-run", action="store_true", help="show what would run where, and which files would be copied"
+    )
     check.add_argument(
         "--on-nodes", action="store_true", help="also check the nodes: doctor, torch, libraries, free disk, port"
     )
@@ -75,12 +79,12 @@ def _add_those_with_a_spec(commands: Any, spec: str) -> dict[str, OptionParser]:
 
 
 def _add_what_it_leaves(commands: Any) -> dict[str, OptionParser]:
-    fetch = add_one_job(commands, "fetch", "copy a job's files to this machine", 'train "*.pt" --to models')
+    fetch = add_one_job(commands, "fetch", "copy files that a job has made to this machine", 'train "*.pt" --to models')
     fetch.add_argument(
         "patterns", nargs="*", default=(), metavar="PATTERN", help='e.g. "*.pt"; default: the artifacts of its spec'
     )
     fetch.add_argument("--to", type=not_empty, default=".", metavar="DIR", help="default: the current folder")
-    fetch.add_argument("--anyway", action="store_true", help="also if the job failed or is still running")
+    fetch.add_argument("--anyway", action="store_true", help="even if the job did not succeed or is still running")
     fetch.add_argument("--replace", action="store_true", help="overwrite files here that differ")
     bare = "a command must follow --, as in: exec JOB -- {}"
     execute = _add(
@@ -93,7 +97,7 @@ def _add_what_it_leaves(commands: Any) -> dict[str, OptionParser]:
         type=number,
         default=COMMAND_LIMIT_S,
         metavar="S",
-        help="kill it after S seconds, default %(default)g",
+        help="kill the command after S seconds, default %(default)g",
     )
     remove = _add(
         commands,
@@ -116,7 +120,7 @@ def add_name_and_nodes(parser: OptionParser) -> None:
 
 
 def add_follow(parser: OptionParser) -> None:
-    parser.add_argument("-f", "--follow", action="store_true", help="follow its output to its end")
+    parser.add_argument("-f", "--follow", action="store_true", help="follow the output of the job to its end")
 
 
 def add_export_options(parser: OptionParser, *, spec: str) -> None:

@@ -1,4 +1,4 @@
-"""How a model is split over a mesh of ranks: what it costs, where it is cut, who holds what. It needs no session."""
+"""How a model is split over a mesh of ranks: its costs, its cuts, and what each rank holds. It needs no session."""
 
 from __future__ import annotations
 

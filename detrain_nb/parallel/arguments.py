@@ -40,7 +40,7 @@ def require_mesh(mesh: Any) -> None:
     try:
         mesh.get_all_groups()
     except RuntimeError as exc:
-        raise SpecError("the process groups of the mesh have been destroyed: make a new one with make_mesh") from exc
+        raise SpecError("the process groups of the mesh have been destroyed: make a new mesh with make_mesh") from exc
 
 
 def require_whole(least: int = 1, **given: Any) -> None:
@@ -73,7 +73,7 @@ def require_names(**given: Any) -> None:
 
 @contextlib.contextmanager
 def fails_on_a_part(num_microbatches: int) -> Iterator[None]:
-    """Add a note to errors of a model on one of several microbatches, as it may need the whole batch."""
+    """Add a note to errors that a model raises on one of several microbatches, as it may need the whole batch."""
     try:
         yield
     except (DetrainError, dist.DistError, torch.OutOfMemoryError):

@@ -19,7 +19,7 @@ from .undo import own_attributes
 
 
 class StandIn(nn.Module):
-    """Stand-in in a stage for a module of another stage; a module that contains one is no block."""
+    """Stand-in in a stage for a module of another stage; a module that contains one is not a block."""
 
 
 def blocks_of(module: nn.Module) -> Iterator[nn.Module]:

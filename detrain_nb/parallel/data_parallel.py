@@ -39,9 +39,9 @@ class Sharding:
     """How the data parallel ranks of a mesh hold a model; ``apply`` does it.
 
     ``kind``: "none", "ddp" or "fsdp" (over both axes of the mesh: HSDP). ``dtype``: the dtype to compute in, if it is
-    not the parameters' own. ``comm_hook``: how DDP compresses gradients. ``activations``: recompute "none" in the
-    backward pass, "full" (all), or "selective" (all but the results of matrix products). ``block_use``: what the code
-    around the blocks of the model does with them.
+    not the parameters' own. ``comm_hook``: how DDP compresses gradients. ``activations``: what the backward pass
+    recomputes: "none", "full" (all), or "selective" (all but the results of matrix products). ``block_use``: what the
+    code around the blocks of the model does with them.
     """
 
     kind: str
@@ -165,7 +165,7 @@ def _leave_where_they_are() -> None:
 
 
 def _reduce_unused(root: FSDPModule) -> None:
-    """Make gradients of parameters unused on one replica 0 there: left out, other gradients would be summed instead."""
+    """Set the gradients of parameters that one replica does not use to 0 there: left out, others would be summed."""
     if hasattr(root, "set_reduce_scatter_unused_params"):
         root.set_reduce_scatter_unused_params(True)
         return

@@ -1,4 +1,4 @@
-"""Models made without memory, of which each rank then computes the values of its own part, one tensor at a time.
+"""Models made without memory: each rank later computes the values of its own part, one tensor at a time.
 
 What the constructor does to tensors is recorded on a tape, and every module notes the values that its tensors will
 have. The model has tensors on the meta device and is laid out like any other; then ``fill`` computes the values of
@@ -53,7 +53,7 @@ def deferred(make: Callable[..., Model], *args: Any, **kwargs: Any) -> Model:
 
     ``parallelize`` gives each rank the values of its part, ``materialize`` all of them to one process: bit for bit what
     ``make`` would have given on the CPU with the current seed, buffers included. Random numbers are drawn on memory
-    that is freed at once, so the generator ends in the state it would have had. Code that sets values belongs into
+    that is freed at once, so the generator ends in the state it would have had. Code that sets values belongs in
     ``make``: a loop over ``init`` functions, ties, reading a checkpoint. It may read values (``item()``, ``if``), but
     not memory (``numpy()``). Uninitialised tensors become zero.
 
@@ -91,7 +91,8 @@ _OF_MEMORY = ("numpy() is not supported", "already associated to a python object
 def materialize(model: Model, *, device: torch.device | str | None = None) -> Model:
     """Give all deferred tensors of ``model`` their values, in place, on ``device``, and move its other tensors there.
 
-    ``device``: by default a GPU if there is one. Returns ``model``. Raises: SpecError.
+    ``device``: by default a GPU if there is one. Returns ``model``.
+    Raises: SpecError when a tensor has no values to get, or was changed after ``deferred`` returned.
     """
     require_model(model)
     require_values(model)
@@ -180,7 +181,10 @@ def _with_value(
 
 
 def _like(tensor: Tensor, made: Tensor, noted: Collection[str] | None = None) -> Tensor:
-    """Return ``made`` as a parameter if ``tensor`` is one, with its hooks and its attributes (``noted``, or all)."""
+    """Return ``made`` as a parameter if ``tensor`` is one, with its requires_grad, hooks and attributes.
+
+    ``noted``: copy only these attributes, by default all.
+    """
     has_gradient = tensor.requires_grad and tensor.is_leaf
     made = nn.Parameter(made, has_gradient) if isinstance(tensor, nn.Parameter) else made.requires_grad_(has_gradient)
     for kind in ("_backward_hooks", "_post_accumulate_grad_hooks") if has_gradient else ():

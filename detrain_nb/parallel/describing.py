@@ -46,7 +46,7 @@ def describe_plan(
 
     ``mesh``: the result of ``make_mesh``, or sizes by axis. ``example_inputs``, ``pp``, ``nodes``, ``schedule``,
     ``num_microbatches``: as in ``parallelize``. ``compare``: further schedules, whose timelines are shown next to it.
-    ``measure``: run each layer and take its time. ``layout``: other arguments of ``dry_run``, such as ``tp``, ``fsdp``
+    ``measure``: run each layer and time it. ``layout``: other arguments of ``dry_run``, such as ``tp``, ``fsdp``
     or ``precision``. Memory comes from a dry run; if a process group exists, it is estimated instead.
 
     Not collective: one rank may call it alone. Raises: SpecError.

@@ -46,8 +46,8 @@ class KnownKinds:
     def warn_of_others(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Warn of arguments that the example did not have, or had of another kind, once for each kind.
 
-        This is no error, as the most usual case, a mask instead of None, hardly ever breaks the plan. Arguments that
-        the batch lacks, such as labels, are ignored.
+        This is not an error: the most common case, a mask instead of None, hardly ever breaks the plan. Arguments
+        that the batch lacks, such as labels, are ignored.
         """
         for name, kind in self._kinds_of(args, kwargs).items():
             for where, known, found in _differences(name, self._known.get(name, self._default_of(name)), kind):

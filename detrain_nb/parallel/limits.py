@@ -20,7 +20,7 @@ _OTHERWISE = "keep the model whole (dp_replicate instead of {axis})"
 
 
 def require_fit(model: nn.Module, *, axis: str) -> None:
-    """Raise SpecError if a part of the model does something that cannot be cut; the error names the part.
+    """Raise SpecError if a module or parameter of the model cannot be cut; the error names it.
 
     ``axis``: the mesh axis that cuts the model, "tp" or "dp_shard".
     """

@@ -28,12 +28,12 @@ def make_mesh(
     ``pp``: pipeline stages. ``dp_replicate``: whole copies of the model (or of its shards). ``dp_shard``: shards of
     parameters, gradients and optimizer state. ``cp``: parts of a sequence. ``ep``: groups of experts. ``tp``: parts of
     a layer. The axes keep this order, whatever the order of the arguments; neighbouring ranks differ on the last
-    axis. ``device_type`` defaults to "cuda" if every rank has a GPU that its group can use, else "cpu". The process
-    groups of a mesh live as long as the default group: make the mesh once, in a cell of its own.
+    axis. ``device_type`` defaults to "cuda" if every rank has a GPU that its group can use, to "cpu" if none has. The
+    process groups of a mesh live as long as the default group: make the mesh once, in a cell of its own.
 
     Collective: every rank calls this, with the same numbers.
-    Raises: SpecError when the sizes do not fit the ranks or this rank has no such ``device_type``; SessionError when
-    there is no process group.
+    Raises: SpecError when the sizes do not fit the ranks, when this rank has no such ``device_type``, or when none is
+    given and only some ranks have a GPU; SessionError when there is no process group.
     """
     if not dist.is_initialized():
         raise SessionError(

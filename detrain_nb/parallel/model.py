@@ -165,7 +165,8 @@ class ParallelModel(abc.ABC):
         ``batch`` is what the model is called with. ``target`` goes to the loss; leave it out if the loss uses only the
         output, as with a model that is given labels. In both, tensors with the batch's first dimension are cut, and
         everything else goes to each microbatch. Collective: all ranks of the model; the ranks of one replica (of a
-        pipeline, of a tensor parallel group) pass the same batch. Raises: SpecError.
+        pipeline, of a tensor parallel group) pass the same batch. Raises: SpecError when there is no loss, the loss
+        cannot take the target, the batch cannot be cut, or gradients are disabled.
         """
         if self.objective.loss is None:
             raise SpecError(f"there is no loss to train with: {_GIVE_LOSS}")
@@ -176,7 +177,11 @@ class ParallelModel(abc.ABC):
             return self.objective.over_replicas(self._run(batch, target, is_training=True).loss)
 
     def evaluate(self, batch: ExampleInputs, target: Any = None) -> Tensor | None:
-        """Return the loss of a batch on the last stage's rank, else None; computes no gradients. See ``train_step``."""
+        """Return the loss of a batch on the last stage's rank, None on the others; gradients are left as they are.
+
+        Arguments, collective and errors are those of ``train_step``. The model stays in evaluation mode until the next
+        ``train_step`` or ``back_to_training``.
+        """
         if self.objective.loss is None:
             raise SpecError(f"there is no loss to evaluate: {_GIVE_LOSS}, or call predict")
         self.objective.require_target(target)
@@ -191,7 +196,11 @@ class ParallelModel(abc.ABC):
         )
 
     def predict(self, batch: ExampleInputs) -> Any:
-        """Return the model's output for this replica's batch on the last stage's rank, else None. See ``evaluate``."""
+        """Return the model's output for this replica's batch on the last stage's rank, None on the others.
+
+        Needs no loss; gradients are left as they are. The model stays in evaluation mode, as after ``evaluate``.
+        Collective: all ranks of the model; the ranks of one replica pass the same batch. Raises: SpecError.
+        """
         with torch.no_grad():
             return self._run(batch, None, is_training=False, has_loss=False).output()
 

@@ -189,7 +189,7 @@ class Recorder(OperatorRecorder[Tensor]):
 
 
 class AskingMode(TorchFunctionMode):
-    """Mode that notes conversions to lists and arrays, and queries of a version, which are no operators."""
+    """Mode that notes conversions to lists and arrays, and queries of a version, which are not operators."""
 
     def __init__(self, recorder: Recorder) -> None:
         super().__init__()

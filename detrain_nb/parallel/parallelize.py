@@ -69,25 +69,27 @@ def parallelize(
     compile: bool = False,
     device: torch.device | str | None = None,
 ) -> ParallelModel:
-    """Lay ``model`` out over ``mesh``, whose axis sizes say how; without a ``pp`` axis the model is changed in place.
+    """Lay ``model`` out over ``mesh`` by the sizes of its axes; without a ``pp`` axis the model is changed in place.
 
     ``example_inputs``: of one microbatch, as the model is called. ``loss(output, target)``, ``loss_weight``,
     ``schedule``, ``num_microbatches``: as in ``PipelineStages``; without a pipeline, ``num_microbatches`` is 1 by
     default. ``pp``: where to cut: "auto", module names, or a split. ``nodes``: what runs each stage, as in
     ``partition``. ``tp``: "auto", which warns if most of the model stays whole, or a plan from ``tp_plan``.
+    ``sequence_parallel``: as in ``tp_plan``.
     ``loss_parallel``: each rank keeps its part of the classes, which only cross entropy supports. ``fsdp``: True for
     FSDP2, False for DDP; None for DDP if the mesh has only ``dp_replicate`` and DDP is correct there, else FSDP2.
+    ``reshard_after_forward``: of FSDP2; None for True without a pipeline, False with one.
     ``comm_hook``: how DDP compresses gradients ("fp16", "bf16", "powersgd").
     ``precision``: "bf16" computes in bfloat16 and keeps parameters, gradients and optimizer state in float32; FSDP2
     also rounds float inputs. ``activations``: "full" or "selective" recomputes them in the backward pass. ``compile``:
-    runs torch.compile on each block.
+    runs torch.compile on each block. ``device``: where this rank computes, by default the mesh's device type.
 
     A model made by ``deferred`` gets its values here: for each tensor, a rank computes the whole, keeps its own part
     and frees the rest. Buffers are whole on every rank that has them.
 
     Collective: every rank of ``mesh`` calls this with the same model; if only the values differ, those of the mesh's
     first rank are used.
-    Raises: SpecError, on all ranks alike.
+    Raises: SpecError, on all ranks alike, when the model, the loss or an option does not fit the mesh.
     """
     wait_for_gloo_at_exit()
     require_model(model)

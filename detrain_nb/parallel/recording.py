@@ -78,7 +78,7 @@ def record(
             if "yet support saved tensor hooks" not in str(exc):
                 raise
             raise SpecError(_TAKES_GRADIENTS) from exc  # by torch.func
-    recorder.written_parameters.update(  # e.g. by assigning ``weight.data``, which is no operator
+    recorder.written_parameters.update(  # e.g. by assigning ``weight.data``, which is not an operator
         name for name, tensor in parameters.items() if storage_of(tensor) != storages[name]
     )
     after = {**buffers, **entries.buffers_left}
@@ -218,7 +218,7 @@ class Entries:
         self.entered: list[tuple[int, str, int | None]] = []  # next operator, module, its argument
         self.inside: dict[str, tuple[str, ...]] = {}  # modules whose code, or hook, was first to call it
         self.checkpointed_with: set[str] = set()  # with their argument: no place to resume at
-        self.reentrant: set[str] = set()  # run without grad on an argument with one: a checkpoint's
+        self.reentrant: set[str] = set()  # run without grad on an argument that requires it, by a checkpoint
         self.left: dict[str, int] = {}
         self.given: dict[str, list[int]] = {}  # tensors that it returned, by number
         self.outputs: dict[str, ModuleOutput] = {}  # of modules that return only tensors

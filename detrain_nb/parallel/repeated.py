@@ -79,7 +79,7 @@ def _rows(module: nn.Module) -> Iterator[tuple[nn.Module, list[str]]]:
     uses = Counter(id(parameter) for part in module.modules() for parameter in part.parameters(recurse=False))
 
     def look_of(entry: tuple[str, nn.Module | None]) -> Any:
-        """Return the look of a block, or None if it must run: it is no block, or it shares parameters."""
+        """Return the look of a block, or None if it must run: it is not a block, or it shares parameters."""
         _, child = entry
         is_alone = child is not None and all(uses[id(parameter)] == 1 for parameter in child.parameters())
         return looks.get(id(child)) if is_alone else None

@@ -254,7 +254,7 @@ def has_state(value: Any) -> bool:
 
 
 def has_locks(value: Any) -> bool:
-    """Return whether other threads may use ``value`` meanwhile."""
+    """Return whether other threads may be using ``value``."""
     held = getattr(value, "__dict__", None)
     return (
         isinstance(held, dict)

@@ -63,7 +63,7 @@ class Storages(OperatorMode):
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
-        """Note everything in the block; also resizes, by which FSDP2 frees memory, and which are no operators."""
+        """Note everything in the block; also resizes, by which FSDP2 frees memory, and which are not operators."""
         resize = torch.UntypedStorage.resize_
 
         def noted(storage: torch.UntypedStorage, size_bytes: int) -> Any:

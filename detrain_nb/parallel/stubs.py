@@ -192,7 +192,7 @@ class Stub(StandIn):
         """Return a new tensor each time, as code may mark what it gets."""
         if self._state.is_careful:
             return torch.zeros(zeros.shape, dtype=zeros.dtype, device=zeros.device)
-        return zeros.detach() if zeros.numel() > 1 else torch.zeros_like(zeros)  # code may write into a single one
+        return zeros.detach() if zeros.numel() > 1 else torch.zeros_like(zeros)  # code could write into one element
 
     @contextlib.contextmanager
     def _ghost_kept(self, *given: Any) -> Iterator[None]:

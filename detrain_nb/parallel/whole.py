@@ -45,7 +45,8 @@ class WholeModel(ParallelModel):
 
         A deferred model gets its values, as from ``materialize``; under an ``arrangement``, only those of this rank's
         part. ``loss``, ``loss_weight``: as in ``PipelineStages``. ``shared_inputs``: as named by a profile.
-        Raises: SpecError.
+        Collective: the ranks of ``arrangement``. Raises: SpecError when the number of microbatches, the loss or the
+        model is not supported.
         """
         if num_microbatches < 1:
             raise SpecError(f"num_microbatches={num_microbatches}: give 1 or more")

@@ -105,6 +105,7 @@ class DraftForm:
 
     @property
     def conflicts(self) -> tuple[FieldConflict, ...]:
+        """The edits that were not applied, as another editor had changed the same field."""
         return tuple(self._conflicts.values())
 
     @property

@@ -41,6 +41,8 @@ class LastJob:
 class Entry:
     """A pipeline in the list. ``errors`` are the faults of its file; ``is_spec``: it can be run as it is.
 
+    ``file`` is its path for display, ``job`` its newest job, None if it was never run. ``is_document``: the file could
+    be parsed, even if it is not a valid spec.
     ``axes`` are the mesh axes whose size is not 1, ``nodes`` is a display text. ``is_beside``: it is in the folder.
     """
 
@@ -81,7 +83,10 @@ class Entry:
 
 
 class Entries(ShownAsText, Sequence[Entry]):
-    """Pipelines, as a list and as a table. ``more`` files of the folder were not read."""
+    """Pipelines, as a sequence of `Entry` and shown as a table. ``more`` is the number of files that were not read.
+
+    ``notices`` are messages for the user about the list.
+    """
 
     def __init__(self, entries: Sequence[Entry], *, folder: str, more: int = 0, notices: Sequence[str] = ()) -> None:
         self._entries, self.folder, self.more, self.notices = tuple(entries), folder, more, tuple(notices)

@@ -67,7 +67,7 @@ if __name__ == "__main__":
 
 @dataclass(frozen=True)
 class Example:
-    """An example pipeline: its texts, what it ``needs``, and its document."""
+    """An example pipeline: its texts, what it ``needs`` in a few words, and its document, for `MyPipelines.add`."""
 
     name: str
     title: str

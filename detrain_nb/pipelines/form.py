@@ -23,7 +23,11 @@ __all__ = ["SpecForm"]
 
 
 class SpecForm(DraftForm):
-    """A draft of a pipeline, edited field by field. The spec decides what is valid; no input is lost."""
+    """A draft of a pipeline, edited field by field. The spec decides what is valid; no input is lost.
+
+    ``content``: a spec or a document to begin with. Paths of fields are written as in the errors of a spec, such as
+    ``training.steps`` and ``nodes[0].host``. Several threads may use a form.
+    """
 
     def __init__(self, content: PipelineSpec | Mapping[str, Any] | None = None) -> None:
         self._spec: PipelineSpec | None = None
@@ -40,7 +44,7 @@ class SpecForm(DraftForm):
 
     @property
     def is_right(self) -> bool:
-        """Whether `spec` is the present input, and no error that is known here prevents a start."""
+        """True if `spec` is the present input, and no error that is known here prevents a start."""
         return self._is_spec and not self.errors
 
     def load(self, content: PipelineSpec | Mapping[str, Any], *, editor: str = "") -> None:

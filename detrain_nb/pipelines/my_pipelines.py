@@ -89,7 +89,10 @@ class MyPipelines:
         return self._with_jobs(list(found.values()), notices), more
 
     def open(self, pipeline: str | os.PathLike[str]) -> SpecFile:
-        """Read a pipeline, and record that it was opened. Raises: SpecError, also for a file of another tool."""
+        """Read a pipeline, and record that it was opened; one with faults has ``spec`` None and ``errors``.
+
+        Raises: SpecError when the file cannot be read, or is one of another tool.
+        """
         path = self.find(pipeline)
         try:
             found = read_spec_file(path)
@@ -115,7 +118,10 @@ class MyPipelines:
         return beside_notebook if is_there else place
 
     def create(self, content: PipelineSpec | Mapping[str, Any], *, name: str | None = None) -> SpecFile:
-        """Write a new pipeline under ``name`` or its own; it may be a draft. Raises: Conflict, SpecError."""
+        """Write a new pipeline under ``name`` or its own; it may be a draft, not yet a valid spec.
+
+        Raises: Conflict when that name is taken, SpecError.
+        """
         data = document_of(content)
         stem = check_name(str(data.get("name", "")) if name is None else name)
         return self._write(self._place(stem), {**data, "name": stem}, before=None)
@@ -142,7 +148,7 @@ class MyPipelines:
         return saved
 
     def save_as(self, name: str, content: PipelineSpec | Mapping[str, Any]) -> SpecFile:
-        """Write a new pipeline under another name; the opened one stays. Raises: Conflict, SpecError."""
+        """Write a new pipeline under another name; the opened one is left as it is. Raises: Conflict, SpecError."""
         return self.create(content, name=name)
 
     def duplicate(self, pipeline: str | os.PathLike[str]) -> SpecFile:
@@ -154,7 +160,10 @@ class MyPipelines:
         return self.create(data, name=self._free_name(_stem(found.path.stem)))
 
     def delete(self, pipeline: str | os.PathLike[str]) -> Deleted:
-        """Move a pipeline to ``.trash``; one outside the folder only leaves the list. Raises: SpecError."""
+        """Move a pipeline to ``.trash`` in the folder; one outside the folder is only removed from the list.
+
+        Give the result to `restore` to undo it. Raises: SpecError.
+        """
         path = self.find(pipeline)
         if self._is_beside(path):
             self._require_own_folder()

@@ -27,6 +27,7 @@ __all__ = ["SpecFile", "find_changes", "leaves", "read_spec_file", "write_spec_f
 _MOST_CHANGES = 20  # listed one by one
 _KEEP_OR_MOVE = "keep yours (anyway=True), or save under another name"
 _CHOICES = "keep yours (anyway=True), take theirs (open it again), or save under another name"
+_ANOTHER_NAME = "choose another name, or open that file"
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,7 @@ class SpecFile:
 
     @property
     def is_formatted(self) -> bool:
-        """Whether a rewrite would keep the text as it is; comments, for one, would be lost."""
+        """True if a rewrite would keep the text as it is. It would lose comments, for example."""
         return self.data is not None and self.text == format_document(self.data, suffix_of(self.path))
 
 
@@ -141,7 +142,7 @@ def _require_unchanged(path: Path, data: Mapping[str, Any], before: SpecFile | N
     whose = f", by its owner {found.owner}" if found.owner else ""
     raise Conflict(
         f"{named} {what}: it was written at {at}{whose} ({told})",
-        advice=_CHOICES,
+        advice=_CHOICES if before is not None else _ANOTHER_NAME,
         changed_at=found.changed_at,
         owner=found.owner,
         changes=changes[:_MOST_CHANGES],

@@ -23,6 +23,7 @@ class Batch:
 
     @property
     def global_size(self) -> int:
+        """The number of samples of one step, over all replicas."""
         return self.replicas * self.replica_size
 
     def __str__(self) -> str:
@@ -43,7 +44,7 @@ def split_batch(
 
     Without ``microbatches``: one, or for a pipeline of ``stages`` the usual number of its schedule, or the largest
     smaller number that divides the batch.
-    Raises: SpecError when the batch is not divisible.
+    Raises: SpecError when a number is below 1, the batch is not divisible, or the schedule cannot run the microbatches.
     """
     if global_size < 1:
         raise SpecError(f"batch size {global_size}: must be at least 1")

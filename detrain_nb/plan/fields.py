@@ -118,7 +118,7 @@ def split_overrides(words: Sequence[str], *, is_ours: Callable[[str], bool]) -> 
     """Split ``words`` into the options ``--name value`` and ``--name=value`` with ``is_ours(name)``, and all others.
 
     The value is None when another option, or nothing, follows, except for the script's arguments, which may begin
-    with ``--``.
+    with ``--``. After a word ``--`` all words count as others.
     """
     found: dict[str, str | None] = {}
     others: list[str] = []
@@ -162,13 +162,13 @@ def read_override(
         if inner is not None:
             fields = fields_of(inner) or {}
             if part not in fields:
-                raise SpecError(f"unknown field {told!r}: {nearest(part, fields, before=before)}")
+                raise SpecError(f"{told!r} is not a field: {nearest(part, fields, before=before)}")
             before += f"{part}."
             hint = fields[part]
         elif get_origin(found := _bare(hint)) is dict:
             hint = get_args(found)[1]
         else:
-            raise SpecError(f"unknown field {told!r}: {name.rpartition('.')[0]} has no fields")
+            raise SpecError(f"{told!r} is not a field: {name.rpartition('.')[0]} has no fields")
     if text is None:
         if bool not in _alternatives(hint):
             raise SpecError(f"{told}: no value, give {_describe(hint)}; if it begins with --, write {told}=...")

@@ -69,7 +69,10 @@ class JobParallelism:
 
 @dataclass(frozen=True)
 class JobTraining:
-    """Settings of the training loop; ``batch_size`` is that of all replicas together."""
+    """Settings of the training loop; ``batch_size`` counts the samples per step of all replicas together.
+
+    What is None is not in the spec, and left to the script.
+    """
 
     epochs: int | None = None
     steps: int | None = None
@@ -125,7 +128,7 @@ class JobNode:
 
 @dataclass(frozen=True)
 class JobSpec:
-    """The resolved spec of a job.
+    """The resolved spec of a job: the axes have their sizes, the batch is split. Parts that the spec lacks are None.
 
     When ``nodes_vary``, as in an elastic job, `job_spec` resolves it for the current ranks, while ``nodes`` are those
     of the submission.
@@ -210,6 +213,8 @@ class JobSpec:
 
 def job_spec(argv: Sequence[str] | None = None) -> JobSpec:
     """Read the spec of this job; options on the command line such as ``--training.epochs 2`` override its fields.
+
+    The rank processes of a job find it by the variable ``DETRAIN_NB_JOB_SPEC``.
 
     ``argv``: the arguments, by default those of the script. Options without a dot, or not beginning with a section of
     a spec, are the script's own and ignored here.

@@ -45,8 +45,8 @@ class Mesh:
 def resolve_axes(sizes: Mapping[str, int], world_size: int, *, nodes: Sequence[str] = ()) -> dict[str, int]:
     """Return the size of every given axis, in the order of ``AXES``, with -1 replaced by the remaining ranks.
 
-    Without any axis all ranks are on ``dp_shard``. It is added next to ``dp_replicate``, as FSDP2, which handles cases
-    that DDP cannot, needs both axes. ``nodes`` are the names of the nodes with the ranks, for the error.
+    Without any axis all ranks are on ``dp_shard``. With several replicas a ``dp_shard`` of 1 is added, as FSDP2, which
+    handles cases that DDP cannot, needs both axes. ``nodes`` are the names of the nodes with the ranks, for the error.
     Raises: SpecError when the axes are invalid, or do not fit ``world_size``.
     """
     if unknown := [axis for axis in sizes if axis not in AXES]:

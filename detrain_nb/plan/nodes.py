@@ -58,6 +58,7 @@ class Plan(ShownAsText):
 
     @property
     def world_size(self) -> int:
+        """The number of ranks."""
         return sum(len(node.ranks) for node in self.nodes)
 
     @property

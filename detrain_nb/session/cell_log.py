@@ -74,12 +74,15 @@ class SessionLog(SlotsOnly):
     ) -> dict[int, DetrainError | None]:
         """Rerun earlier cells in order, on those of ``ranks`` that had run them.
 
+        session.restart(1)
+        session.log.replay(1)
+
         A restarted rank gets its imports and definitions back. By default, rerun all cells that succeeded and needed
         no other rank, and of those in ``collective_cells`` the imports and definitions: a collective would wait for
-        ranks that do not run it. A cell that waits so anyway is stopped. ``observer`` returns the observer of a cell
-        by its number. Returns the cells that were rerun, each with its error or None: a cell may fail because it needs
-        what a skipped cell defines.
-        Raises: SpecError for an unknown cell, CellInterrupted; the error that ended the session.
+        ranks that do not run it. A cell that waits for them all the same is stopped. ``observer`` returns the observer
+        of a cell by its number. Returns the cells that were rerun, each with its error or None: a cell may fail because
+        it needs what a skipped cell defines.
+        Raises: SpecError for an unknown cell; CellInterrupted, RankLost, NodeLost; the error that ended the session.
         """
         if cells is not None:
             cells = list(cells) if isinstance(cells, Iterable) else [cells]
@@ -172,7 +175,7 @@ class SessionLog(SlotsOnly):
     def follow(self, cell: int, observer: CellObserver, *, on_end: Callable[[Cell], None] | None = None) -> Cell:
         """Give ``observer`` all that was logged of a cell, as fast as it shows it, then new output as it arrives.
 
-        Returns the running cell, which the caller can ``wait`` for, or the ended one, with ``is_cut_off``. ``on_end``
+        Returns the running cell, which the caller can ``wait`` for, or the one that has ended. ``on_end``
         is called in a background thread when a running cell has ended.
         """
         reader = self._output.reader(cell)

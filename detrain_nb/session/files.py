@@ -60,8 +60,8 @@ class SessionFiles(SlotsOnly):
     ) -> None:
         """Create the files of a session; with ``is_synced``, remote nodes get the changes in ``project``.
 
-        ``notices`` say why they do not. ``takes_over`` is as in FolderSync, False for a session that goes on. Raises:
-        SpecError when the folder is too large for a session that begins.
+        ``notices`` has the reason if they do not. ``takes_over`` is as in FolderSync, False for a session that goes on.
+        Raises: SpecError when the folder of a session that begins has too many files or bytes, or cannot be read.
         """
         self.folder, self.project = folder, project or folder
         self.notices: list[str] = []
@@ -127,6 +127,8 @@ class SessionFiles(SlotsOnly):
     ) -> dict[str, Copied]:
         """Copy local files and folders into the folder ``target`` of ``nodes`` (all): ``{node: what was copied}``.
 
+        session.files.put(["data", "vocab.txt"], nodes="gpu1,gpu2")
+
         A relative target is resolved against the folder that the ranks start in, which is the default.
         ``on_progress`` receives the files done, the bytes done and the total bytes, of all nodes together.
         Raises: SpecError for a missing local path; DetrainError with the node and the path, when all nodes are done.
@@ -152,6 +154,8 @@ class SessionFiles(SlotsOnly):
         on_progress: OnProgress | None = None,
     ) -> dict[str, Copied]:
         """Copy files and folders of ``nodes`` (all) into the local ``folder``; with several nodes, one subfolder each.
+
+        session.files.get("checkpoints", "results", nodes="gpu1")
 
         Paths and ``on_progress`` are as in ``put``. Links and devices are not copied. Raises: as ``put``.
         """
@@ -179,7 +183,10 @@ class SessionFiles(SlotsOnly):
         return {name: done[name] for name in map(label, chosen)}
 
     def check_data(self, path: str) -> DataCheck:
-        """Compare the files under ``path`` on all nodes, by names, sizes and samples. Raises: as ``put``."""
+        """Compare the files under ``path`` on all nodes, by names, sizes and samples. Raises: as ``put``.
+
+        ``is_same`` of the result is True if no node differs; ``differences`` has the differences by node.
+        """
         from ..deploy.sync import check
 
         check_text("path", path)

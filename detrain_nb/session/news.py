@@ -18,7 +18,7 @@ class SessionNews(SlotsOnly):
 
     @property
     def notices(self) -> tuple[str, ...]:
-        """Notices that belong to no cell: lost output, a full disk, a cold start."""
+        """Notices that belong to no cell, oldest first: lost output, a full disk, a cold start, files not sent."""
         return self._state.notices.all
 
     def pop_notices(self) -> list[str]:

@@ -69,14 +69,18 @@ class SessionRanks(SlotsOnly):
         return self._state.plan.node_names
 
     def choose(self, ranks: Ranks, *, plan: Plan | None = None) -> tuple[int, ...]:
-        """Resolve ``ranks`` to ascending rank numbers; it may also name hosts, as errors do. Raises: SpecError.
+        """Resolve ``ranks`` to ascending rank numbers: ``choose("0,2-3")`` is ``(0, 2, 3)``. Raises: SpecError.
 
+        A text may also be ``"-1"`` (the last rank), ``"all"``, or the name of a node, for all ranks there.
         ``plan``: for the ranks of an earlier cell, see ``plan_of``.
         """
         return self._core.choose(ranks, plan=plan)
 
     def where(self) -> Whereabouts:
-        """Report where every rank is: line, stack in the cell, the collective it waits in and for how long."""
+        """Report where every rank is: line, stack in the cell, the collective it waits in and for how long.
+
+        Call it from another thread while a cell runs; it takes a fraction of a second.
+        """
         core, state, link = self._core, self._state, self._link
         if over := describe_over(core):
             silent = judge([Evidence(rank, "no answer") for rank in state.ranks])
@@ -128,7 +132,7 @@ class SessionRanks(SlotsOnly):
     def shrink(self) -> dict[int, int]:
         """Continue without the ranks of lost nodes: the remaining ranks are renumbered from 0 and form a new group.
 
-        They keep their variables except ``rank`` and ``world_size``. Returns the new number of each old one.
+        They keep their variables except ``rank`` and ``world_size``. Returns the new number of each rank by its old.
         Raises: SessionError when no node is lost, or a remaining rank is busy.
         """
         core = self._core
@@ -156,7 +160,10 @@ class SessionRanks(SlotsOnly):
         return safe_completions(answer, code=code, position=position) if isinstance(answer, Completions) else None
 
     def inspect(self, name: str, detail: int = 0, *, ranks: Ranks = None, limit_s: float = 1.0) -> str | None:
-        """Return the help text of a name from the first idle one of ``ranks``; None without an answer in time."""
+        """Return the help text of a name from the first idle one of ``ranks``; None without an answer in time.
+
+        ``detail`` 1 includes the source, as ``name??`` does in IPython.
+        """
         check_text("name", name)
         detail = check_whole("detail", detail)
         answer = self._ask_idle(lambda rank, number: Inspect([rank], number, name, detail), limit_s, ranks)

@@ -71,7 +71,9 @@ _GROUPS = ("ranks", "log", "news", "files", "settings")  # attributes of a sessi
 class Session(SlotsOnly):
     """Ranks that run cells and keep their state in between. ``Session.start`` makes one, ``stop`` ends it.
 
-    Without ``stop`` it ends with this process.
+    Without ``stop`` it ends with this process. As a context manager it is stopped at the end of the ``with`` block.
+    Wherever a method takes ``ranks``, None means all of them; it also accepts a number, a list, or a text such as
+    ``"0,2-3"``, ``"-1"`` (the last rank), ``"all"`` or the name of a node.
     """
 
     __slots__ = {
@@ -80,7 +82,7 @@ class Session(SlotsOnly):
         "log": "The cells that were run: their output, shown again or followed, and replays.",
         "name": "The name by which ``Session.attach`` finds the session.",
         "news": "Notices that belong to no cell.",
-        "not_ended": "The nodes that ``stop`` did not reach: their ranks exit by themselves.",
+        "not_ended": "The names of the nodes that ``stop`` did not reach: their ranks exit by themselves.",
         "ranks": "The ranks: their nodes and devices, what they are doing; single ranks are stopped, replaced.",
         "settings": "Settings that can be changed while the session runs.",
     }
@@ -136,36 +138,52 @@ class Session(SlotsOnly):
     ) -> Session:
         """Start ``ranks`` ranks on this machine; by default one for each GPU, else two on the CPU.
 
-        With ``nodes`` (a nodes file, ``alice@gpu1,gpu2:2222``, or nodes), start ``ranks`` on each node over SSH; by
-        default one for each GPU, else one on the CPU. ``localhost`` among them is this machine, which the others must
-        be able to reach. ``group_timeout_s`` is the timeout of collectives: by default 10 minutes on several nodes,
-        else torch's default. ``ask_passphrase`` receives the path of a key file that needs a passphrase.
+        session = Session.start(ranks=2, device="cpu", seed=1, env={"NCCL_DEBUG": "INFO"})
+        session = Session.start(nodes="alice@gpu1,gpu2:2222")
 
-        ``init`` makes the default process group (``backend``, by default gloo, with NCCL for CUDA tensors). The ranks
-        start in ``folder`` (the current one), with ``env`` added to the environment. ``start`` is "fork" (torch is
-        imported once) or "exec" (the plain torchrun command). Rank r is seeded with ``seed + r``. The ranks of a node
-        share its processors: each has ``OMP_NUM_THREADS`` set to its number of torch threads, which can be given in
-        ``env``, or for ranks on this machine in this process's environment.
+        Where the ranks run:
 
-        With ``sync``, nodes receive the files of ``folder`` before the ranks start and before each cell, except those
-        that .gitignore and .detrainignore exclude, keys and tokens, and a home folder as a whole: ``news.notices`` say
-        so. With ``project``, a folder that contains ``folder``, they receive all of that, and the ranks start in the
-        same place in it.
+        - ``nodes``: a nodes file, text such as ``alice@gpu1,gpu2:2222``, or a list of nodes. ``ranks`` ranks start on
+          each node over SSH; by default one for each GPU, else one on the CPU. ``localhost`` among them is this
+          machine, which the others must be able to reach. None: this machine only.
+        - ``device``: "auto" (GPUs if the node has any), "cuda" or "cpu", for nodes that do not set their own devices.
+        - ``folder``: the folder that the ranks start in, by default the current one.
+        - ``env``: variables added to the environment of the ranks. The ranks of a node share its processors: each has
+          ``OMP_NUM_THREADS`` set to its number of torch threads, which can be given in ``env``, or for ranks on this
+          machine in this process's environment.
+        - ``start``: "fork" (torch is imported once per node) or "exec" (the plain torchrun command).
+        - ``force``: more than 8 ranks on a node are refused, unless this is set, when they are more than 4 for each of
+          its processors, or more than its free memory holds.
 
-        When this process has exited or detached, the ranks wait ``linger_s`` for the next one. Their output is kept for
-        it, at most about the last ``spool_limit_bytes``; a notice marks where output was lost.
+        What they begin with:
 
-        After ``stop``, each node keeps a process with the imported modules for ``warm_s``: the next start from this
-        process takes a tenth of the time there, unless something it depends on has changed. ``stop(cold=True)`` keeps
-        nothing.
+        - ``init``: make the default process group, with ``backend``: by default gloo, and NCCL for CUDA tensors.
+        - ``group_timeout_s``: the timeout of collectives in seconds; by default 10 minutes on several nodes, else
+          torch's default.
+        - ``seed``: rank r is seeded with ``seed + r``.
+        - ``sync``: nodes receive the files of ``folder`` before the ranks start and before each cell, except those that
+          .gitignore and .detrainignore exclude, keys and tokens, and a home folder as a whole: ``news.notices`` say so.
+        - ``project``: a folder that contains ``folder``. Nodes receive all of it, and the ranks start in the same place
+          in it.
 
-        More than 8 ranks on a node are refused, unless ``force`` is set, when they are more than 4 for each of its
-        processors, or more than its free memory holds. ``limits`` has the timeouts. ``on_progress`` is called
-        repeatedly with a line about the progress, in the calling thread; if it raises, the start ends. ``on_step``
-        receives the progress of each node as a `StartStep`, in any thread.
+        What outlives this process:
 
-        Raises: SpecError for invalid arguments, LaunchError when the ranks do not come up, SessionError when a session
-        of that name is running already. Then nothing is left behind.
+        - ``name``: for `Session.attach`; by default a generated one.
+        - ``linger_s``: how many seconds the ranks wait for the next process after this one was killed or detached.
+        - ``spool_limit_bytes``: about how much of their latest output, at most, is kept for it; a notice marks where
+          output was lost.
+        - ``warm_s``: how many seconds each node keeps a process with the imported modules after ``stop``. The next
+          start from this process takes a tenth of the time there, unless something it depends on has changed.
+          ``stop(cold=True)`` keeps nothing.
+        - ``holder``: how this process is named to others that try to attach; by default its pid.
+
+        ``limits`` has the other timeouts. ``ask_passphrase`` receives the path of a key file that needs a passphrase.
+        ``on_progress`` is called repeatedly with a line about the progress, in the calling thread; if it raises, the
+        start ends. ``on_step`` receives the progress of each node as a `StartStep`, in any thread.
+
+        Raises: SpecError for invalid arguments, LaunchError when the ranks do not come up, TransportError for a node
+        that cannot be reached, SessionError when a session of that name is running already, or this process has a
+        process group itself. Then nothing is left behind.
         """
         if ranks is not None and type(ranks) is not int:
             raise SpecError(f"ranks {ranks!r}: give a whole number")
@@ -242,12 +260,16 @@ class Session(SlotsOnly):
 
         The machine that started it knows its nodes; elsewhere give ``nodes``, in the same order.
 
-        Output of its cells that no notebook has shown is in ``log``; ``log.missed`` lists the cells. The next attach
-        receives it again until a cell was run, or ``log.confirm_missed`` was called. If the ranks have exited
-        meanwhile, ``failure`` says why. ``steal`` takes the session from another notebook, which is told. ``sync`` is
-        as at the start, if the current folder is the one of the start. ``without`` names nodes, separated by commas, to
-        which no connection is made: their ranks are lost, the others go on. The first node cannot be left out.
-        ``on_progress`` is called repeatedly with a line that says which node it waits for.
+        Output of its cells that no notebook has shown is in ``log``; ``log.missed`` lists the cells. Each later attach
+        receives it again until a cell was run, or ``log.confirm_missed`` was called. If the ranks have exited in the
+        meantime, ``failure`` is the reason.
+
+        - ``steal``: take the session from another notebook that holds it; that notebook gets an error.
+        - ``sync``: as in `start`, if the current folder is the one of the start.
+        - ``without``: names of nodes, separated by commas, to which no connection is made. Their ranks are lost, the
+          others continue. The first node cannot be left out.
+        - ``on_progress``: called repeatedly with a line that names the nodes it waits for.
+        - ``ask_passphrase``, ``holder`` and ``limits``: as in `start`.
 
         Raises: SessionError when no such session is running, or another notebook holds it; TransportError for a node
         that cannot be reached.
@@ -291,7 +313,7 @@ class Session(SlotsOnly):
     def detach(self, *, is_seen: bool = True) -> None:
         """Leave agents and ranks to the next notebook; they wait for it for the ``linger_s`` of the start.
 
-        Not ``is_seen``: the latest output may not have arrived at the front end, and is shown again.
+        ``is_seen`` False: the latest output may not have arrived at the front end, so the next notebook shows it again.
         """
         with self._ending:
             if not self._core.is_stopped:
@@ -305,6 +327,8 @@ class Session(SlotsOnly):
     def stop_cells(self) -> dict[int, str]:
         """Stop the running cells, as the stop button does; returns a description of the outcome, by cell.
 
+        Call it from another thread than the one in which `run_cell` waits; that call raises CellInterrupted or
+        RankError. The dict is empty when no cell is running.
         Raises: the error that ended the session.
         """
         self._core.require_alive()
@@ -317,7 +341,7 @@ class Session(SlotsOnly):
 
     @property
     def is_alive(self) -> bool:
-        """The session can run cells; single ranks may be lost."""
+        """True while the session can run cells; single ranks may be lost."""
         return self._core.is_alive
 
     def run_cell(
@@ -333,15 +357,23 @@ class Session(SlotsOnly):
     ) -> CellResult:
         """Run ``code`` on ``ranks`` (all) and wait until every one of them has ended it.
 
+        result = session.run_cell("x = torch.ones(4) * rank; dist.all_reduce(x); x")
+        result.values[0]  # the value of the last expression on rank 0
+
         Waits first for ranks that were stopped but have not ended their cell, that are being replaced, or that run a
-        cell of another thread. A process group that was ended is recreated first.
+        cell of another thread. A process group that was ended is recreated first. On hosts, changed files of the folder
+        are copied to them first, unless the session was started without ``sync``.
 
-        ``values`` brings the values of the last expression here, if they can travel. Output is kept in the result and
-        in ``log``, and goes to ``observer`` while the cell runs. In errors the cell has ``number`` (or the next free
-        one), and its lines count from ``first_line``.
+        - ``timeout_s``: seconds from the start of the cell until it is stopped; None: no limit.
+        - ``observer``: shows output while the cell runs. Without one, output is in the result and in ``log`` only.
+        - ``values``: bring the values of the last expression here, if they can travel; False leaves their texts.
+        - ``number``, ``first_line``: in errors the cell has this number (or the next free one), and its lines count
+          from ``first_line``.
 
-        Raises: RankError with every rank's error, CellInterrupted after KeyboardInterrupt, CellTimeout after
-        ``timeout_s``, RankLost when a rank's process died, SessionError when a chosen rank is busy or lost.
+        Raises: RankError with every rank's error, also for invalid Python; CellInterrupted after KeyboardInterrupt;
+        CellTimeout after ``timeout_s``, or when the cell waits for ranks that do not run it; RankLost when a rank's
+        process died; NodeLost when a node did; SessionError when a chosen rank is busy or lost, or the session has
+        ended; SpecError for an empty cell or an invalid argument.
         """
         check_text("the cell", code)
         if not code.strip():
@@ -360,8 +392,11 @@ class Session(SlotsOnly):
     def pull(self, names: str | Iterable[str], *, ranks: Ranks = None) -> dict[int, Any]:
         """Bring variables of the ranks here: ``{rank: value}`` for one name, ``{rank: {name: value}}`` for a list.
 
-        Tensors arrive detached, on the CPU. Raises: SessionError when a rank has no such variable, or its value cannot
-        travel.
+        Values that can travel are None, bools, numbers, strings, bytes, numpy arrays and scalars, torch tensors, and
+        lists, tuples, sets and dicts of these. Tensors arrive detached, on the CPU. A state dict can travel, a model
+        cannot: pull ``model.state_dict()`` after assigning it to a variable.
+        Raises: SessionError when a rank has no such variable, its value cannot travel, or it is busy or lost;
+        CellTimeout after ``settings.limits.value_s``.
         """
         wanted = names_of(names)
         chosen = self._core.choose_idle(ranks)
@@ -369,7 +404,12 @@ class Session(SlotsOnly):
         return {rank: found[rank][names] for rank in chosen} if isinstance(names, str) else found
 
     def push(self, variables: Mapping[str, Any], *, ranks: Ranks = None) -> None:
-        """Set variables on the ranks. Raises: ValueNotSupported when a value cannot travel; then none is set."""
+        """Set variables on the ranks: ``session.push({"lr": 0.1})``. The same types can travel as with `pull`.
+
+        Tensors arrive on the CPU of each rank.
+        Raises: ValueNotSupported when a value cannot travel; then none is set. SpecError for an invalid name;
+        SessionError when a rank is busy or lost; CellTimeout.
+        """
         check_mapping("variables", variables)
         for name in variables:
             if not name.isidentifier() or keyword.iskeyword(name) or name == "__builtins__":
@@ -382,7 +422,9 @@ class Session(SlotsOnly):
         """Return a table of the user's variables on ``ranks`` (all): types, shapes, sizes, and agreement of the ranks.
 
         ``names`` selects some, also by patterns such as ``grad_*``. No code of the user's classes is run. Ranks are
-        compared by checksums, of a sample for large tensors. A busy rank is reported and left out.
+        compared by checksums, of a sample for large tensors. A busy rank, or one that does not answer within
+        ``limit_s`` seconds, is reported in ``silent`` and left out.
+        Raises: SpecError; the error that ended the session.
         """
         check_seconds("limit_s", limit_s, is_more_than_0=True)
         return list_variables(self._core, names_of(names) if names else [], ranks, limit_s=limit_s)
@@ -397,17 +439,21 @@ class Session(SlotsOnly):
         return look_into(self._core, name, check_whole("rank", rank, least=0), limit_s=limit_s)
 
     def status(self, *, limit_s: float = 2.0) -> SessionStatus:
-        """Report the state of every rank, the line of the cell that it is executing, and its memory."""
+        """Report the state of every rank, the line of the cell that it is executing, and its memory.
+
+        It can be called while a cell runs, and after the end. A rank that does not answer within ``limit_s`` seconds
+        has the state "no answer", or "down" or "starting" if that is known.
+        """
         check_number("limit_s", limit_s)
         return look(self._core, limit_s=limit_s)
 
     def on_change(self, callback: Callable[[], object]) -> Callable[[], None]:
         """Call ``callback()`` on each change of the session; returns a function that ends this.
 
-        A change: the state of a rank, a cell that has begun or ended, a node that was lost or reconnected, the end of
-        the session. The callback is called in a background thread soon after, at most ten times a second. While a cell
-        runs, the ranks are asked once a second where they are, which shows when one waits for another. A callback that
-        raises is removed, with a notice. Raises: SpecError.
+        A change is the state of a rank, a cell that has begun or ended, a node that was lost or reconnected, or the end
+        of the session. The callback is called in a background thread soon after, at most ten times a second. While a
+        cell runs, the ranks are asked once a second where they are, which shows when one waits for another. A callback
+        that raises is removed, with a notice. Raises: SpecError.
         """
         return self._views.on_change(callback)
 
@@ -425,7 +471,8 @@ class Session(SlotsOnly):
     def restart(self, ranks: Ranks = None) -> None:
         """Restart ``ranks`` (all), including those that were not restarted automatically, and wait until they are up.
 
-        Their variables are lost, those of the others are kept. Raises: SessionError.
+        Their variables are lost, those of the others are kept; ``log.replay`` reruns their earlier cells.
+        Raises: SessionError.
         """
         chosen = self.ranks.choose(ranks)
         self.ranks.replace(chosen)
@@ -434,7 +481,10 @@ class Session(SlotsOnly):
     def broadcast(self, names: str | Iterable[str], *, source: int = 0, ranks: Ranks = None) -> None:
         """Copy variables of rank ``source`` to ``ranks`` (all), directly from rank to rank.
 
-        Variables in one call keep what they share, such as a model and its optimizer. Raises: SessionError when one
+        session.broadcast(["model", "optimizer"], source=0)
+
+        Any value that can be pickled is copied. Variables in one call keep what they share, such as a model and its
+        optimizer. Waits for busy ranks first. Raises: SessionError when one
         cannot be pickled, or when a rank lacks its class: run the cell that defines it there first, with ``replay``;
         CellInterrupted after KeyboardInterrupt, which ends the process groups.
         """
@@ -452,8 +502,9 @@ class Session(SlotsOnly):
     def stop(self, *, cold: bool = False) -> None:
         """Stop the ranks and everything they started. A second call does nothing.
 
-        For ``warm_s``, a process with torch imported stays on each node for the next start, unless ``cold``. After an
-        interrupt the stop goes on in the background, and the next call waits for it.
+        For ``settings.warm_s`` seconds (0 by default) a process with torch imported stays on each node for the next
+        start, unless ``cold``. After an interrupt the stop continues in the background, and the next call waits for it.
+        ``not_ended`` then lists the nodes that were not reached.
         """
         keep_s = 0.0 if cold else self.settings.warm_s
         run_to_its_end(lambda: self._end(keep_s), name="detrain_nb stop")

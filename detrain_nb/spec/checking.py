@@ -105,7 +105,7 @@ def _check_reader(spec: PipelineFields) -> Iterator[Finding]:
 
 
 def _check_urls(spec: PipelineFields) -> Iterator[Finding]:
-    """Warn of what follows the ``?`` of a URL: it may be a signature, and a spec is no secret."""
+    """Warn of what follows the ``?`` of a URL: it may be a signature, and a spec is not secret."""
     urls = {name: found.url for name in ("data", "model", "checkpoint") if (found := getattr(spec, name))}
     places = {f"{name}.url": url for name, url in urls.items()} | {"source.path": spec.source.path or ""}
     for field, url in places.items():

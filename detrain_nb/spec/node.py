@@ -75,7 +75,7 @@ _Devices = Annotated[
 class Node(SpecModel):
     """One machine with sshd or, with the host ``localhost``, the notebook's own machine, without SSH.
 
-    What is None comes from the user's ssh config, or is detected on the node.
+    Fields that are None come from the user's ssh config, or are detected on the node.
 
     Raises: SpecError with one line for each invalid field; so does a file or a command line with such a node.
     """

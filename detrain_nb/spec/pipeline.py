@@ -28,7 +28,7 @@ _RUN_ALONE = {".py": "script", ".ipynb": "notebook"}
 class PipelineSpec(ShownAsText, PipelineFields):
     """What to run: frozen, and validated as a whole; it prints as the equivalent YAML.
 
-    Raises: FieldError, a SpecError, with one line for each invalid field.
+    `with_overrides` returns a changed copy. Raises: FieldError, a SpecError, with one line for each invalid field.
     """
 
     def __str__(self) -> str:
@@ -44,7 +44,8 @@ class PipelineSpec(ShownAsText, PipelineFields):
     def load(cls, url: str | os.PathLike[str]) -> Self:
         """Read a spec from a path or an fsspec URL, as JSON, TOML or YAML by the suffix. Raises: SpecError.
 
-        A script (.py) or a notebook makes a spec that runs it, with the defaults for all other fields.
+        A script (.py) or a notebook makes a spec that runs it, with the defaults for all other fields. A path in
+        ``source`` is relative to the current folder.
         """
         file = PurePath(url)
         if kind := _RUN_ALONE.get(file.suffix.lower()):
@@ -71,7 +72,7 @@ class PipelineSpec(ShownAsText, PipelineFields):
     def with_overrides(self, values: Mapping[str, Any]) -> Self:
         """Return a copy with other ``values`` of fields, such as ``{"training.epochs": 2}``. Raises: SpecError.
 
-        A field that a given one replaces, here ``training.steps``, is left out of the copy.
+        A field that a given one replaces is left out of the copy, here ``training.steps``. A value None unsets a field.
         """
         return self.from_dict(set_fields(self.to_dict(), values)) if values else self
 
@@ -92,6 +93,7 @@ class PipelineSpec(ShownAsText, PipelineFields):
         """Return what is wrong with the spec, as far as it is known without its nodes; an empty list is good.
 
         ``nodes``: query them too, as `detrain_nb.jobs.check_nodes` does, without prompting for passphrases.
+        A finding with the severity "warning" does not prevent a start.
         """
         if not nodes:
             return check_spec(self)
@@ -100,7 +102,7 @@ class PipelineSpec(ShownAsText, PipelineFields):
         return check_nodes(self)
 
     def job_spec(self, plan: Plan) -> JobSpec:
-        """Return what the script reads with `detrain_nb.job_spec`."""
+        """Return what the script reads with `detrain_nb.job_spec`: ``spec.job_spec(spec.plan())``."""
         return resolve_job(self, plan)
 
     def program_arguments(self, plan: Plan) -> tuple[str, ...]:

@@ -108,7 +108,7 @@ class Source(SpecModel):
     def _check_kind(self) -> Self:
         given = [kind for kind in _KINDS if getattr(self, kind) is not None]
         if len(given) != 1:
-            found = f"{' and '.join(given)} are given" if given else "nothing says what to run"
+            found = f"{' and '.join(given)} are given" if given else "nothing to run is given"
             raise ValueError(f"{found}: give exactly one of {', '.join(_KINDS)}")
         if given[0] in FOLDER_KINDS and self.entry is None:
             advice = f"{given[0]} is a folder: give the Python file in it to run"

@@ -16,7 +16,7 @@ _COUNT = f"a whole number, 1 to {_MOST:,}"
 
 
 class Training(SpecModel):
-    """What a script reads with ``job_spec().training``; the script decides what is None."""
+    """What a script reads with ``job_spec().training``; fields that are None are up to the script."""
 
     epochs: _Count | None = Field(default=None, description=f"{_COUNT}: passes over the data")
     steps: _Count | None = Field(default=None, description=f"{_COUNT}: steps of the optimizer")

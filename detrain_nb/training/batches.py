@@ -19,11 +19,12 @@ _LOOKED_AT = 1 << 16  # elements of a tensor that a fingerprint is made of
 
 
 class ReplicaSampler(Sampler[list[int]]):
-    """Batches of indices for one of ``num_replicas`` replicas: in an epoch one replica sees each sample, once.
+    """Batches of indices for one of ``num_replicas`` replicas: in an epoch each sample is seen once, by one replica.
 
     A step takes ``batch_size`` samples on every replica. All replicas take the same number of steps: the samples left
-    over at the end are spread as evenly as possible, and fewer than one per replica are added to the step before. Each
-    iteration is a new epoch, in a new order; ``go_to`` sets where the next one starts.
+    over at the end are spread as evenly as possible, and fewer than one per replica are added to the step before;
+    ``drop_last`` drops them. Each iteration is a new epoch, with ``shuffle`` in a new order; ``go_to`` sets where the
+    next one starts.
     """
 
     def __init__(
@@ -39,7 +40,7 @@ class ReplicaSampler(Sampler[list[int]]):
     ) -> None:
         """Share out ``data``. Raises: SpecError when there are too few samples for one step."""
         if batch_size < 1:
-            raise SpecError(f"batch_size={batch_size}: a batch has 1 sample or more")
+            raise SpecError(f"batch_size={batch_size}: give 1 or more")
         self.num_samples, self.batch_size = len(data), batch_size
         self.replica, self.num_replicas = replica, num_replicas
         self.shuffle, self.seed, self.drop_last = shuffle, seed, drop_last
@@ -109,7 +110,7 @@ def make_loader(
 ) -> DataLoader[Any]:
     """Return a DataLoader with a ``ReplicaSampler``; ``options`` are torch's; ``batch_size`` is per replica.
 
-    Raises: SpecError when there are too few samples for one step.
+    The other arguments are those of ``ReplicaSampler``. Raises: SpecError when there are too few samples for one step.
     """
     sampler = ReplicaSampler(
         data, batch_size, replica=replica, num_replicas=num_replicas, shuffle=shuffle, seed=seed, drop_last=drop_last

@@ -113,7 +113,7 @@ def list_checkpoints(place: Location) -> Checkpoints:
 
 
 def require_no_link(folder: Location) -> None:
-    """Check that a step's folder is no link, which others could create where a group can write. Raises: SpecError."""
+    """Check that a step's folder is not a link: where a group can write, others can make one. Raises: SpecError."""
     with foreign_errors(folder.name, "inspected"), contextlib.suppress(FileNotFoundError):
         if folder.files.info(folder.path).get("islink"):
             raise SpecError(f"{folder.name} is a link, and links are not followed: remove it, or save elsewhere")
@@ -199,7 +199,7 @@ def read_note(folder: Location) -> dict[str, Any]:
     return {key: note[key] for key in _KEYS if key in note}
 
 
-# ---- what goes
+# ---- removal
 
 
 def clear_leftovers(place: Location) -> None:

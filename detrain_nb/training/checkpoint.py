@@ -41,8 +41,9 @@ _SHOWN_CHARS = 100  # of a value in a message
 
 @dataclass(frozen=True)
 class Loaded:
-    """The result of a load. ``data_position`` and ``extra`` are what `save` was given; ``name`` is the folder.
+    """The result of a load. ``step``, ``data_position`` and ``extra`` are what `save` was given.
 
+    ``name`` is the checkpoint's folder, ``saved_at`` is in seconds of Unix time.
     ``notes`` names what was not restored as saved: newer checkpoints that were skipped as damaged, random number
     generators that were reseeded. Rank 0 also warns of them.
     """
@@ -211,11 +212,11 @@ def load(
     compared with its digests, and the scheduler's state is compared with its present one. Then the model's part is read
     once more, into place: a load needs memory for a second optimizer state, but not for a second model. An interrupt
     during this is raised when everything is loaded; with several ranks, load again after an interrupt. Older
-    checkpoints have no digests and are not compared. Nothing that is read is unpickled or executed: whoever can write
-    there decides the numbers, and nothing else.
+    checkpoints have no digests: their contents are not compared. Nothing that is read is unpickled or executed: whoever
+    can write there decides the numbers, and nothing else.
 
     Collective: all ranks. Raises: SpecError when the checkpoint does not exist or does not match the model,
-    DetrainError when it cannot be read.
+    DetrainError when it is damaged or cannot be read, or the save before has failed.
     """
     ranks = saving.begin()
     places: list[Location] = []

@@ -34,7 +34,7 @@ def digests(data: bytes | memoryview) -> str:
 
 
 def is_digests(text: Any, size_bytes: int) -> bool:
-    """Return whether ``text`` has the form of `digests` for so many bytes; the bytes are compared when read."""
+    """Return whether ``text`` has the form of `digests` for ``size_bytes`` bytes, which are compared when read."""
     is_as_long = isinstance(text, str) and len(text) == -(-size_bytes // BLOCK_BYTES) * _DIGITS
     return is_as_long and _HEXADECIMAL.fullmatch(text) is not None  # as a message may show it
 

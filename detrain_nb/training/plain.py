@@ -77,9 +77,10 @@ def from_json(value: Any) -> Any:
 
 
 def parse_json(text: bytes, *, most_values: int) -> Any:
-    """Parse JSON that others may have written. Raises: ValueError for invalid JSON or more than ``most_values`` values.
+    """Parse JSON that others may have written.
 
     The text must be UTF-8: `json` guesses the encoding of bytes, and UTF-16 or UTF-32 can hide values from the count.
+    Raises: ValueError for invalid JSON or more than ``most_values`` values, RecursionError for too deep nesting.
     """
     if count_values(text, most=most_values) > most_values:
         raise ValueError(f"it has more than {most_values:,} values")

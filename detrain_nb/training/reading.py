@@ -179,7 +179,7 @@ class Reading:
             self._optimizer_state.saved_groups(self._index, self._optimizer_values, OPTIMIZER)
 
     def _read_random(self) -> dict[str, Any]:
-        """Read this rank's random number states; what is larger than any generator's state is left out, unallocated."""
+        """Read this rank's random number states; values larger than a generator's state are left out."""
         prefix, index = f"{RANDOM}{self._ranks.rank}/", self._index
         names = [name for key in (*STATES, DRAWS) if (name := prefix + key) in index.metadata.state_dict_metadata]
         shapes = {name: shape for name in names if (shape := index.shape(name)) is not None}

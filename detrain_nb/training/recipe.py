@@ -98,8 +98,8 @@ def make_scheduler(
 
     ``scheduler``: a name, an object, or a function of the optimizer. The named ones rise over ``warmup_steps``; then
     "constant" stays, "linear" and "cosine" fall to ``min_ratio`` of the rate at ``steps``, and "wsd" stays and falls
-    linearly over the last ``decay_steps``, by default a fifth of ``steps``. Raises: SpecError for
-    an unknown name or option, and when the phases do not fit into ``steps``.
+    linearly over the last ``decay_steps``, by default a fifth of ``steps``. Raises: SpecError for an
+    unknown name or option, and when the phases do not fit into ``steps``.
     """
     if others:
         raise SpecError(

@@ -24,7 +24,11 @@ _RSS_UNIT = 1024  # bytes, on Linux
 
 @dataclass
 class Result:
-    """The result of a training: a record for each step made, one for each evaluation, and the seconds it took."""
+    """The result of a training: a record for each step made, one for each evaluation, and the seconds it took.
+
+    A record of ``history`` has step, loss, grad_norm, lr, samples_per_s and memory_bytes and, if they are known,
+    tokens_per_s and mfu. ``steps`` is the last step; ``resumed_from``: the name of a checkpoint, or empty.
+    """
 
     steps: int
     seconds: float = 0.0

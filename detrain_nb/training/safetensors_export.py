@@ -61,8 +61,8 @@ def export_safetensors(url: str, model: Any, *, most_file_bytes: int = 5_000_000
     whole or not at all, the index last. Then the index of an earlier export and the files that it names are removed,
     and no others.
 
-    Collective: all ranks. Raises: SpecError for invalid arguments, shapes that differ between ranks, or a file of a
-    whole model where several are to be written; DetrainError when the files cannot be written.
+    Collective: all ranks. Raises: SpecError for invalid arguments, for shapes that differ between ranks, and when
+    several files are to be written to a folder that has a `model.safetensors`; DetrainError when writing fails.
     """
     ranks = saving.begin()
     states: list[ModelState] = []

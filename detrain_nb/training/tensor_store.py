@@ -141,7 +141,7 @@ class StepWriter(StorageWriter):
         serial = 1 + max([0, *(each.serial for each in there)]) + unread
         if serial > catalog.MOST_SAVES:  # it would count as damaged
             raise DetrainError(
-                f"{self._place.name}: a checkpoint there has serial {serial - 1 - unread}, the highest possible: "
+                f"{self._place.name}: a checkpoint there has serial {serial - 1 - unread}, too high for another save: "
                 "remove it, or save elsewhere"
             )
         note = {

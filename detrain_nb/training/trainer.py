@@ -110,8 +110,10 @@ class Trainer:
         ``clip``: the maximum norm of all gradients together. ``evaluate``: a loader like ``train``, run at the end, and
         every ``evaluate_every`` steps or after each of the ``epochs``. ``checkpoint``: a URL, saved to at the end and
         every ``save_every`` steps, and resumed from if it has a checkpoint, unless ``resume`` is False. ``keep``: how
-        many checkpoints are kept. ``flops_per_sample`` (forward) and ``peak_flops`` (of one rank) give the MFU.
-        Raises: SpecError.
+        many checkpoints are kept; None: all. ``seed``: of the order of the samples. ``metrics_folder``: where the main
+        rank writes a line of metrics for each step, as ``log_metrics`` does. ``flops_per_sample`` (forward) and
+        ``peak_flops`` (of one rank, per second) give the MFU. ``callbacks``: instances of ``Callback``.
+        Raises: SpecError for arguments that are invalid or do not fit together.
         """
         if (steps is None) == (epochs is None):
             raise SpecError("give either steps= or epochs=")
@@ -174,7 +176,9 @@ class Trainer:
     def fit(self) -> Result:
         """Train to the last step, from the beginning or from the last checkpoint. Collective: all ranks.
 
-        Raises: NotFinite when the loss or a gradient is not finite, before the optimizer makes a step with it.
+        Raises: NotFinite when the loss or a gradient is not finite, before the optimizer makes a step with it;
+        SpecError when ranks differ in their settings or the data do not fit; DetrainError when a checkpoint cannot be
+        read, or the last one cannot be written.
         """
         self._is_stopped = False
         self._require_same_on_ranks()
@@ -405,7 +409,8 @@ class Trainer:
         if all(is_unfinished for _, is_unfinished in there):
             if there and self.model.is_main:
                 warnings.warn(
-                    f"{there[-1][0]}: its save has not finished, and it is the only one: starting over", stacklevel=3
+                    f"{there[-1][0]}: its save has not finished, and there is no complete one: starting over",
+                    stacklevel=3,
                 )
             return
         try:

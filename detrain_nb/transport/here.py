@@ -19,7 +19,7 @@ _END_LIMIT_S = 10.0
 
 
 class HereConnection:
-    """Stand-in for a connection to this machine; see connection.py."""
+    """Stand-in for a connection: its commands run on this machine; see connection.py."""
 
     peer_address = local_address = "127.0.0.1"
 
@@ -37,7 +37,7 @@ class HereConnection:
         return stream
 
     def close(self) -> None:
-        """Close the input of all commands; any that is still running after 10 s is killed."""
+        """Close the commands one after another: end its input, then kill it if it is still running after 10 s."""
         self.is_alive = False
         for stream in self._streams:
             stream.close()

@@ -135,7 +135,7 @@ class LocalTransport:
         if not self._pid:
             remove_dead_agent(self._folder)
             known = ", ".join(running_sessions()) or "none"
-            raise SessionError(f"no session {session!r} runs on this machine; running sessions: {known}")
+            raise SessionError(f"no session {session!r} is running on this machine; running sessions: {known}")
         return connect(self._folder)
 
     def begin(self, session: str) -> AgentFolders:
@@ -171,7 +171,7 @@ class LocalTransport:
 
     @contextlib.contextmanager
     def run_jobs(self) -> Iterator[socket.socket]:
-        """Run the service in the ranks' Python, as a child of this process; jobs are no children, and outlive it."""
+        """Run the service in the ranks' Python, as a child of this process; jobs are not, and outlive it."""
         if sys.platform != "linux":
             raise LaunchError(
                 f"jobs on this machine need Linux, this is {sys.platform}: run the job on other nodes from here"
@@ -183,7 +183,7 @@ class LocalTransport:
             yield stream.sock
 
     def wait_for_end(self, *, limit_s: float, is_ours: bool = True) -> None:
-        """Wait until the agent has exited; kill it after ``limit_s``.
+        """Wait until the agent has exited, at most ``limit_s``; then kill it if this process started it.
 
         With ``is_ours`` False, the agent has finished our session; if it is alive, it serves another notebook and is
         left alone.

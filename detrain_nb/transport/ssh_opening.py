@@ -316,7 +316,7 @@ def _list_methods(said: Iterable[str]) -> str:
 
 def _describe_break(transport: paramiko.Transport, offer: Offer, number: int) -> str:
     if transport.is_active():
-        return f"did not answer to {offer.name} in time"
+        return f"did not answer in time when offered {offer.name}"
     return (
         f"hung up after {number} keys, the last was {offer.name}: if its MaxAuthTries allows no more keys, name the "
         "right one (identity_file, or IdentityFile and IdentitiesOnly in ~/.ssh/config)"

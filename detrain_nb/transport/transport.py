@@ -1,4 +1,4 @@
-"""Interface of a transport, the way to a node: every transport has all of these methods, so callers check for none."""
+"""Interface of a transport, the way to a node. Every transport has all methods, so callers need not check for them."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ class Transport(Protocol):
         ...
 
     def wait_for_end(self, *, limit_s: float, is_ours: bool = True) -> None:
-        """Wait until the agent, which was told to exit, has exited, and release our resources.
+        """Wait until the agent, which was told to exit, has done so, and release our resources.
 
         With ``is_ours`` False, the agent has finished our session and may already serve another notebook.
         """

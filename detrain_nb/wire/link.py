@@ -74,7 +74,7 @@ class Link:
         return True
 
     def receive(self) -> list[Frame]:
-        """Read once and return the frames now complete. Raises: LinkClosed at the end; WireError on bad data."""
+        """Read once and return the frames now complete. Raises: LinkClosed at the end; WireError on invalid data."""
         try:
             data = self.sock.recv(self._receive_bytes)
         except BlockingIOError:

@@ -56,7 +56,7 @@ class Message:
 class Attach(Message, number=1):
     """First message of a notebook: the session it means, and who it is; ``steal`` takes it from another notebook.
 
-    ``resumes``: go on after a broken connection, with the notebook's messages counted on.
+    ``resumes``: continue after a broken connection; the numbers of the notebook's messages continue too.
     """
 
     session: str
@@ -109,15 +109,15 @@ class Acknowledge(Message, number=5):
 
 @dataclass(frozen=True)
 class Alive(Message, number=6):
-    """A sign of life: a notebook that vanished would hold its session for ever. ``Received`` answers."""
+    """A sign of life: a notebook that vanished would hold its session forever. ``Received`` answers."""
 
 
 @dataclass(frozen=True)
 class EndSession(Message, number=7):
     """End the ranks and the agent.
 
-    With ``keep_s`` the agent stays for so long, with the modules that its ranks imported, for ``Begin`` on the same
-    connection; ``Kept`` is then its last message about this session.
+    With ``keep_s`` the agent stays for that many seconds, with the modules that its ranks imported, for ``Begin`` on
+    the same connection; ``Kept`` is then its last message about this session.
     """
 
     keep_s: float = 0.0
@@ -125,7 +125,7 @@ class EndSession(Message, number=7):
 
 @dataclass(frozen=True)
 class Begin(Message, number=8):
-    """Serve session ``session`` in ``folder`` (empty: beside the last), sent to an agent that was kept; see ``Begun``.
+    """Order to a kept agent to serve session ``session`` in ``folder`` (empty: next to the last one); see ``Begun``.
 
     ``work_folder``: to be created there, if not empty; ``uses`` as in agents.py. On the notebook's machine ``starter``
     is what an agent would now inherit from the notebook's process (node/system/surroundings.py), and ``env`` its
@@ -204,7 +204,7 @@ class Replace(Message, number=13):
 class Renumber(Message, number=14):
     """Renumber ranks, ``numbers[i]`` for ``ranks[i]``, in a smaller world; ``RequestDone`` has the new number.
 
-    All of them are idle, and their groups were ended.
+    All these ranks are idle, and their groups were ended.
     """
 
     ranks: list[int]
@@ -289,11 +289,11 @@ class Piece(Message, number=21):
 class Attached(Message, number=22):
     """Answer to ``Attach``: which incarnation of an agent this is, what it runs on, and what it remembers.
 
-    ``ranks`` is empty before the launch. Messages up to ``acknowledged`` were shown, those up to ``sent`` possibly,
-    those up to ``last_number`` not by this notebook. The state of cells and ranks was sent before, without a number:
-    ``RanCell``, ``Unfinished``, ``RankUp``, ``RankEnded``. Of the notebook's own messages, those up to ``received``
-    have arrived. ``free_bytes``: free memory; 0 if unknown. ``info`` is that of ``Launch``, plus optional abilities of
-    this agent: ``measures``, ``tells_variables``.
+    ``ranks`` is empty before the launch. Messages up to ``acknowledged`` were shown, those up to ``sent`` may have
+    been, and all up to ``last_number`` were meant for an earlier notebook. The state of cells and ranks was sent
+    before, without a number: ``RanCell``, ``Unfinished``, ``RankUp``, ``RankEnded``. Of the notebook's own messages,
+    those up to ``received`` have arrived. ``free_bytes``: free memory; 0 if unknown. ``info`` is that of ``Launch``,
+    plus optional abilities of this agent: ``measures``, ``tells_variables``.
     """
 
     incarnation: str
@@ -549,7 +549,7 @@ class RequestFailed(Message, number=44):
 
 @dataclass(frozen=True)
 class Completions(Message, number=45):
-    """Completions with the type of each ("function", "instance", "" where unknown)."""
+    """Completions with the type of each ("function", "instance", "" if unknown)."""
 
     rank: int
     request: int
@@ -600,7 +600,7 @@ class Position(Message, number=47):
 class RankEnded(Message, number=48):
     """The interpreter of a rank ended: by ``signal`` or, if that is 0, with ``exit_code``.
 
-    ``reason``: what else is known (out of memory). ``asked``: it was to be replaced. ``down``: why no fresh one is
+    ``reason``: what else is known (out of memory). ``asked``: it was replaced on request. ``down``: why no fresh one is
     started; empty if one is.
     """
 
@@ -688,7 +688,7 @@ FROM_NODE = frozenset(NUMBERS) - FROM_NOTEBOOK - {WorkerUp, Collectives} | {Piec
 
 
 def find_kind(number: int, kinds: Collection[type[Message]]) -> type[Message]:
-    """Return the message of that number. Raises: WireError when there is none, or the sender may not send it."""
+    """Return the kind with that number. Raises: WireError when there is none, or the sender may not send it."""
     if (kind := KINDS.get(number)) is not None:
         check_sender(kind, kinds)
         return kind
@@ -706,7 +706,7 @@ def check_sender(kind: type[Message], kinds: Collection[type[Message]]) -> None:
 
 
 def check_sizes(kind: type[Message], header_bytes: int, body_bytes: int) -> None:
-    """Check the sizes in a prefix against the largest for that kind. Raises: WireError."""
+    """Check the sizes in a prefix. Raises: WireError when one exceeds the largest for that kind."""
     if header_bytes > _MOST_HEADER_BYTES.get(kind, header_bytes):
         raise WireError(f"{kind.__name__} has {header_bytes:,} bytes of header, more than {_MOST_HEADER_BYTES[kind]:,}")
     if body_bytes and kind not in _BEHIND_HEADER:
@@ -728,7 +728,7 @@ def lay_out(message: Message) -> tuple[dict[str, Json], bytes]:
 
 
 def make_message(kind: type[Message], values: dict[str, Json], body: bytes) -> Message:
-    """Make a message; the header ``values`` is used up. Raises: WireError for missing, unknown, invalid fields."""
+    """Make a message, and empty ``values``, its header. Raises: WireError for missing, unknown or invalid fields."""
     unknown = values.keys() - _HEADER_FIELDS[kind]
     if unknown:
         raise WireError(f"{kind.__name__} has no field {min(unknown)[:40]!r}")

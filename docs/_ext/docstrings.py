@@ -1,13 +1,16 @@
 """Docstrings as they are written here, made readable as pages.
 
 A label such as ``Raises:`` begins a paragraph in bold; Python, and a tree of lines, that stand in a docstring as they
-are become blocks of code; a default that was made by a factory is three dots in a signature.
+are become blocks of code; a default that was made by a factory is three dots in a signature. A dataclass on a page
+without a signature, as users do not construct it, has its fields as a block of code.
 """
 
 from __future__ import annotations
 
 import ast
+import dataclasses
 import re
+from functools import partial
 from typing import Any
 
 _LABELS = ("Collective", "Raises", "Returns", "Shapes", "Source", "Units")
@@ -20,6 +23,9 @@ _TREE = "├──"
 def setup(app: Any) -> dict[str, Any]:
     app.connect("autodoc-process-docstring", _mark_up)
     app.connect("autodoc-process-signature", _shorten_signature)
+    without_signature: set[str] = set()  # names of classes: a signature is processed before its docstring
+    app.connect("autodoc-process-signature", partial(_note_no_signature, without_signature))
+    app.connect("autodoc-process-docstring", partial(_list_fields, without_signature))
     return {"parallel_read_safe": True, "version": "1"}
 
 
@@ -65,3 +71,25 @@ def _shorten_signature(
     app: Any, what: str, name: str, obj: object, options: Any, signature: str | None, returned: str | None
 ) -> tuple[str | None, str | None]:
     return signature and signature.replace("<factory>", "..."), returned
+
+
+def _note_no_signature(
+    without_signature: set[str],
+    app: Any,
+    what: str,
+    name: str,
+    obj: object,
+    options: Any,
+    signature: str | None,
+    returned: str | None,
+) -> None:
+    if what == "class" and signature == "()":
+        without_signature.add(name)
+
+
+def _list_fields(
+    without_signature: set[str], app: Any, what: str, name: str, obj: Any, options: Any, lines: list[str]
+) -> None:
+    if what == "class" and name in without_signature and dataclasses.is_dataclass(obj):
+        shown = [f"{each.name}: {each.type}" for each in dataclasses.fields(obj) if not each.name.startswith("_")]
+        lines += [*_as_block("\n".join(shown), "python").split("\n"), ""]

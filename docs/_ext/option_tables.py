@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Iterable
 from typing import Any
 
@@ -56,8 +57,17 @@ class Fields(Directive):
         from detrain_nb import spec
 
         model = getattr(spec, self.arguments[0])
-        rows = [(name, field.description or "") for name, field in model.model_fields.items()]
+        rows = [(name, f"{field.description}{_note_default(field)}") for name, field in model.model_fields.items()]
         return [_make_table(("field", "what to give"), rows)]
+
+
+def _note_default(field: Any) -> str:
+    """Return the default of a field in brackets; empty when it is None or empty, or a table of its own."""
+    if field.is_required():
+        return " (required)"
+    if field.default in ("", (), None) or not isinstance(field.default, bool | int | float | str | tuple):
+        return ""
+    return f" (default {json.dumps(field.default)})"
 
 
 def find_parser(words: str) -> argparse.ArgumentParser:

@@ -431,7 +431,7 @@ def test_host_is_rid_of_what_a_killed_agent_left_and_of_what_is_old(testbed: Tes
     pid = live_agent_there(folders / "killed")
     testbed.exec("h0", "kill", "-9", str(pid))
     (folders / "killed" / "spool.000009").write_text("x")
-    with pytest.raises(SessionError, match="no session 'killed' runs there: its agent has exited, or the machine"):
+    with pytest.raises(SessionError, match="no session 'killed' is running there: its agent has exited, or the "):
         node.connect_agent("killed")
     assert not (folders / "killed").exists()
 

@@ -365,7 +365,7 @@ def test_file_that_grows_is_sent_as_long_as_it_was(tmp_path: Path) -> None:
 def test_file_that_shrinks_is_an_error(tmp_path: Path) -> None:
     source = tmp_path / "log"
     source.write_bytes(b"x" * 2_000_000)
-    with pytest.raises(DetrainError, match=r"this machine: .*/log became shorter while it was copied"):
+    with pytest.raises(DetrainError, match=r"this machine: .*/log shrank while it was copied"):
         put(LocalTransport(), source, str(tmp_path / "there"), lambda *_: os.truncate(source, 1000))
     assert not (tmp_path / "there").exists()
 

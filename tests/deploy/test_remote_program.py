@@ -70,7 +70,7 @@ def test_folder_of_ours_is_none_that_others_can_put_another_in_place_of(tmp_path
         return answer
 
     shared.chmod(0o777)
-    assert said()["text"].count(f"as they can write {shared} (mode 0777, uid") == 2
+    assert said()["text"].count(f"as they can write to {shared} (mode 0777, uid") == 2
     assert [path.name for path in shared.iterdir()] == ["temporary"]
     shared.chmod(0o755)
     (shared / ".cache").mkdir()

@@ -237,7 +237,7 @@ def test_home_and_a_folder_that_is_too_much_for_a_session_that_goes_on_stay_here
     assert not at_home.is_synced and at_home.bring() == [] and node.runs == 0
     assert at_home.notices == [
         f"{root} is a home directory or contains one: none of its files are sent to the nodes; "
-        "to send a project's files, open the notebook in a folder of the project's own, or %cd there"
+        "to send a project's files, open the notebook in a folder of the project's own, or %cd there before the start"
     ]
     assert SessionFiles([cast(Any, node)], str(root), is_synced=False).notices == []
 

@@ -114,8 +114,8 @@ def test_host_without_torch_is_not_measured_and_that_is_no_problem(
     ("torch", "complaint"),
     [
         ("raise RuntimeError('no such\\n\\x1b[2Jlibrary')", "rank 0: RuntimeError: no such ?[2Jlibrary"),
-        ("import os; os.kill(os.getpid(), 9)", "rank 0 ended by signal 9"),
-        ("import os; print('{}', flush=True); os._exit(0)", "rank 0 ended"),
+        ("import os; os.kill(os.getpid(), 9)", "rank 0 was killed by signal 9"),
+        ("import os; print('{}', flush=True); os._exit(0)", "rank 0 exited"),
     ],
 )
 def test_torch_that_fails_is_said_of_its_host_alone(

@@ -165,7 +165,7 @@ SQUARES |= {  # these took minutes, or gigabytes
     "escaped signs": ("torchrun a.py\n" + r"\ #" * 320_000, "more than 200,000 blanks"),
     "texts of shells": (
         f"sh -c '{'x' * 99}\n'\n" * 9000 + "torchrun a.py",
-        "texts passed to shells up to here are",
+        "text passed to shells up to here is",
     ),
     "commands of shells": ((f"sh -c '{'x;' * 9000}'\n") * 3 + "torchrun a.py", "more than 20,000 commands up to here"),
     "setup of launches": ("ulimit -n 9\n" * 4900 + ONCE_MORE[:60_000], "too many variables, or too many setup lines"),

@@ -364,7 +364,10 @@ def test_what_torchtitan_has_no_place_for_stands_in_a_comment() -> None:
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "epochs": ({"training.epochs": 2}, "^training.epochs 2: torchtitan counts steps: give training.steps"),
-    "an optimizer": ({"training.optimizer": "sgd"}, "^training.optimizer 'sgd': torchtitan lacks it here: give adamw"),
+    "an optimizer": (
+        {"training.optimizer": "sgd"},
+        "^training.optimizer 'sgd': this torchtitan format does not support it: give adamw",
+    ),
     "a loss": ({"training.loss": "mse"}, "^training.loss 'mse': torchtitan has only cross_entropy"),
     "a scheduler without an end": (
         {"training": {"scheduler": "linear"}},

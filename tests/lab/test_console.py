@@ -312,7 +312,7 @@ def test_empty_list_has_examples_and_a_pipeline_runs(notebook: OpenNotebook, tmp
     nb.run(0)
     nb.run(1)
     view, menu = nb.cell(1).locator(".dt"), nb.cell(1).get_by_role("menu")
-    expect(view.get_by_text("No pipelines beside this notebook")).to_be_visible()
+    expect(view.get_by_text("No pipelines next to this notebook")).to_be_visible()
     take_pictures(nb, view, "empty", tmp_path)
     nb.run(2)
     view.get_by_role("button", name="Refresh").click()

@@ -112,7 +112,7 @@ def test_page_whose_kernel_is_silent_or_gone_says_so_with_its_age(notebook: Call
     view = nb.cell(0).locator(".dt")
     press = view.get_by_role("button", name="Press")
     silent, gone = view.get_by_text("The kernel does not answer"), view.get_by_text("of this view has ended")
-    age = r"What you see is as of \d\d:\d\d:\d\d\.$"
+    age = r"This view shows the state of \d\d:\d\d:\d\d\.$"
     expect(press).to_be_visible()
     os.kill(kernel, signal.SIGSTOP)
     expect(silent).to_have_text(re.compile(rf"^The kernel does not answer\. {age}"), timeout=40_000)

@@ -117,7 +117,7 @@ def test_ranks_are_replaced_by_command(kernel: Any) -> None:
 
 def test_where_shows_every_rank(unharmed_kernel: Any) -> None:
     html = unharmed_kernel.run("%distributed where").rich("text/html")[0]
-    assert "no cell runs" in html
+    assert "no cell is running" in html
     assert html.count("<tr>") == 3
 
 

@@ -75,7 +75,7 @@ def test_import_is_returned_or_written(
         ("import", "give a file, or a command line after --: import -- torchrun train.py"),
         ("import a -- torchrun b.py", "give a file, or a command line after --"),
         ("import a --from hostfil", f"--from 'hostfil': give one of {', '.join(KINDS)}"),
-        ("import torchrun t.py", "unexpected argument 't.py': a command line stands behind --, as in: import -- t.py"),
+        ("import torchrun t.py", "unexpected argument 't.py': a command line must follow --, as in: import -- t.py"),
         ("plan spec -- x", "-- x: only import takes a command"),
         ("import gone.yaml", "gone.yaml cannot be read: it does not exist"),
         ("import -o a.txt -- torchrun t.py", "a.txt: the name must end in one of .json, .toml, .yaml, .yml"),

@@ -439,8 +439,8 @@ def test_what_a_node_says_of_its_end_is_cleaned_and_bounded(watches: tuple[_Memo
     memory, make = watches
     for said, heard in (
         ({"reason": "\x1b]0;x\x07" + "b" * 5000}, "\\x1b]0;x\\x07" + "b" * 1994),
-        ({"reason": ["x"]}, "a different node ended the job without a valid reason"),
-        ([[[]]], "a different node ended the job without a valid reason"),
+        ({"reason": ["x"]}, "another node ended the job without a valid reason"),
+        ([[[]]], "another node ended the job without a valid reason"),
     ):
         memory.values.pop("end", None)
         watch, ended = make(1)

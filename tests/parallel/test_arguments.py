@@ -58,5 +58,5 @@ def test_mesh_of_groups_that_were_ended_is_told() -> None:
         mesh = par.make_mesh(dp_shard=1)
     finally:
         dist.destroy_process_group()
-    with pytest.raises(SpecError, match="have been destroyed: make a new one with make_mesh"):
+    with pytest.raises(SpecError, match="have been destroyed: make a new mesh with make_mesh"):
         par.parallelize(NET, mesh, example_inputs=X)

@@ -75,7 +75,7 @@ def test_page_of_the_docs_does_what_it_says(session: Session, capsys: pytest.Cap
 
 def test_other_cuts_on_a_rank_are_told(session: Session) -> None:
     """Both would run, and train a model that nobody has written."""
-    with pytest.raises(RankError, match=r"cut at h\.2 on rank 1, and at h\.1 on rank 0: take"):
+    with pytest.raises(RankError, match=r"cut at h\.2 on rank 1, but at h\.1 on rank 0: take"):
         session.run_cell(
             "from detrain_nb import parallel as par\n"
             "par.PipelineStages(par.split(on_ranks.GPT(layers=3), on_ranks.tokens(2, 1), at=[f'h.{1 + rank}']))"
@@ -125,7 +125,9 @@ def test_batches_that_differ_in_a_number_have_their_own_shapes(session: Session)
 
 
 def test_shape_that_cannot_be_foreseen_is_told_before_it_is_sent(session: Session) -> None:
-    with pytest.raises(RankError, match=r"stage 0 gives .*\(1, 3, 8\).* was expected: .* use batches like the example"):
+    with pytest.raises(
+        RankError, match=r"stage 0 returned .*\(1, 3, 8\).* was expected: .* use batches like the example"
+    ):
         session.run_cell("on_ranks.look_at_large_values()")
 
 

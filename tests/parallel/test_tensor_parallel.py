@@ -197,9 +197,8 @@ def test_bfloat16_is_as_near_as_the_whole_model_in_it(session: Session) -> None:
 def test_plan_that_leaves_most_of_a_model_whole_is_told_once(session: Session) -> None:
     (warned,), silent = session.run_cell("warnings_of('recurrent')").values.values()
     assert warned == (
-        "tensor parallel over 2 ranks: 31% of the parameters in parts; proved. Most of it is whole on every rank: lstm "
-        "(67%, parameters of its kind cannot be cut); print "
-        "par.tp_plan(...) to see all"
+        "tensor parallel over 2 ranks: 31% of the parameters in parts; proved. Most parameters are whole on every "
+        "rank: lstm (67%, parameters of its kind cannot be cut); print par.tp_plan(...) to see all"
     )
     assert not silent and not any(session.run_cell("warnings_of('fused')").values.values())
 

@@ -696,7 +696,7 @@ def test_plan_is_a_table() -> None:
 def test_plan_that_leaves_most_whole_says_what_and_why() -> None:
     plan = planned().replicate("layers").replicate("head")
     assert plan.what_is_whole == (
-        "Most of it is whole on every rank: layers.*.mlp.gate (17%, 'layers' is replicated on request); "
+        "Most parameters are whole on every rank: layers.*.mlp.gate (17%, 'layers' is replicated on request); "
         "layers.*.mlp.up (17%, 'layers' is replicated on request); "
         "layers.*.mlp.down (16%, 'layers' is replicated on request)"
     )

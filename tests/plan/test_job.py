@@ -127,7 +127,7 @@ def test_try_of_a_script_is_a_few_steps_without_a_checkpoint(spec_file: Path) ->
 @pytest.mark.parametrize(
     ("words", "complaint"),
     [
-        ("--training.epoch 2", "unknown field '--training.epoch': did you mean '--training.epochs'?"),
+        ("--training.epoch 2", "'--training.epoch' is not a field: did you mean '--training.epochs'?"),
         ("--training.epochs two", "--training.epochs 'two': give a whole number or none"),
         ("--training.epochs", "--training.epochs: no value"),
         (

@@ -752,7 +752,7 @@ def test_session_whose_processes_were_left_ends_when_it_has_lingered(
     other.kill()
     _eventually(lambda: not processes())
     assert not list(runtime_folder.glob(f"*{name}*"))
-    with pytest.raises(SessionError, match=f"no session '{name}' runs on this machine; running sessions: "):
+    with pytest.raises(SessionError, match=f"no session '{name}' is running on this machine; running sessions: "):
         Session.attach(name)
 
 
@@ -788,7 +788,7 @@ def test_session_that_another_process_holds_is_not_ended_by_name(other: OtherPro
     assert other.run("answer = s.run_cell('rank').values") == {0: 0, 1: 1}
     other.kill()
     end_session(name)
-    with pytest.raises(SessionError, match=f"no session '{name}' runs"):
+    with pytest.raises(SessionError, match=f"no session '{name}' is running"):
         end_session(name)
 
 
@@ -806,5 +806,5 @@ def test_process_killed_while_ranks_start_leaves_them_to_the_next(
 def test_attach_to_what_is_no_session_is_one_clear_error(name: str) -> None:
     with pytest.raises(DetrainError, match=r"session name '\.\./x'"):
         Session.attach("../x")
-    with pytest.raises(SessionError, match=f"no session '{name}' runs on this machine"):
+    with pytest.raises(SessionError, match=f"no session '{name}' is running on this machine"):
         Session.attach(name)

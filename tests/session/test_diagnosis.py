@@ -903,9 +903,9 @@ def test_steps_that_are_none_are_not_known(said: Any) -> None:
         ((), "ranks 0-1 do not answer: the node is busy, or output of ranks 0-1 is still arriving"),
         (
             (1,),
-            "rank 1: no connection to its node; the stop takes effect when it is back\nrank 0 does not answer",
+            "rank 1: no connection to its node; the stop takes effect after reconnecting\nrank 0 does not answer",
         ),
-        ((0, 1), "ranks 0-1: no connection to their node; the stop takes effect when it is back"),
+        ((0, 1), "ranks 0-1: no connection to their node; the stop takes effect after reconnecting"),
     ],
 )
 def test_stop_advises_no_kill_of_ranks_that_only_cannot_be_heard(away: tuple[int, ...], words: str) -> None:

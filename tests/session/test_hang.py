@@ -497,7 +497,7 @@ if rank != 0:
 
 def test_where_says_when_no_cell_runs(hanging: Session) -> None:
     seen = hanging.ranks.where()
-    assert seen.summary == "no cell runs"
+    assert seen.summary == "no cell is running"
     assert [verdict.kind for verdict in seen.verdicts] == ["idle", "idle"]
 
 

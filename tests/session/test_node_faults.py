@@ -136,7 +136,7 @@ if rank == 1:
 
 @pytest.mark.parametrize("said", [b"\xff" * 64, to_frame(Kept()).to_bytes()], ids=["no frame", "of an agent"])
 def test_rank_that_sends_nonsense_is_replaced_alone(two_here: Session, said: bytes) -> None:
-    with pytest.raises(RankLost, match=r"rank 1 .*SIGKILL[\s\S]*no message[\s\S]*rank 0 kept its variables"):
+    with pytest.raises(RankLost, match=r"rank 1 .*SIGKILL[\s\S]*an invalid message[\s\S]*rank 0 kept its variables"):
         two_here.run_cell(_WRITES_WHERE_THE_RANK_SPEAKS.format(said=said))
     assert two_here.run_cell(COLLECTIVE).values == {0: 2.0, 1: 2.0}
     assert two_here.run_cell("globals().get('counter')").values == {0: 7, 1: None}

@@ -55,7 +55,7 @@ class OwnFolder(LocalTransport):
         if not self.is_reachable:
             raise NodeLost(f"{self.name} cannot be reached")
         if not live_agent(self._folder):
-            raise SessionError(f"no session {session!r} runs there")
+            raise SessionError(f"no session {session!r} is running there")
         return self._keep(connect(self._folder))
 
     def _keep(self, sock: socket.socket) -> socket.socket:

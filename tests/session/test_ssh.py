@@ -179,7 +179,7 @@ def test_silent_cut_of_thirty_seconds_is_said_and_not_noticed_by_the_cell(sessio
     with _later(1.0, *cut, gap_s=30.0):
         result = session.run_cell(_COUNT.format(count=2500, gap_s=0.01), observer=eyes, timeout_s=100)
     _assert_counted(session, result.cell, 2500)
-    assert any("no connection to h1 for" in text and "trying again: rank 1 goes on" in text for text in eyes.waited)
+    assert any("no connection to h1 for" in text and "trying again: rank 1 continues" in text for text in eyes.waited)
 
 
 @pytest.mark.slow
@@ -188,7 +188,7 @@ def test_output_that_a_cut_holds_up_is_said_to_be_missing_and_comes(session: Ses
     away = [lambda: testbed.stop_sshd("h1", sessions=True), lambda: testbed.start_sshd("h1")]
     with _later(0.3, *away, gap_s=3.0):
         session.run_cell("import time\ntime.sleep(5)", observer=eyes)
-    assert any("no connection to h1 for" in text and "trying again: rank 1 goes on" in text for text in eyes.waited)
+    assert any("no connection to h1 for" in text and "trying again: rank 1 continues" in text for text in eyes.waited)
 
 
 # ---- nodes
@@ -354,7 +354,7 @@ def test_hosts_with_one_name_that_share_a_home_are_told(make_testbed: MakeTestbe
 
 def test_machine_that_is_named_twice_is_told(testbed: Testbed) -> None:
     nodes = [*ssh_nodes(testbed, 1, name="a"), *ssh_nodes(testbed, 1, name="b")]
-    with pytest.raises(SpecError, match=r"^(a and b|b and a) are the same machine: list it once, with ranks = N"):
+    with pytest.raises(SpecError, match=r"^(a and b|b and a) are the same machine: name it once, with ranks = N"):
         Session.start(1, sync=False, nodes=nodes, device="cpu")
     assert not _ours(testbed, "h0")
 

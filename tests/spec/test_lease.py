@@ -106,7 +106,7 @@ def test_lease_that_is_imported_names_its_other_ports() -> None:
     lease = _lease(a=[_way(80, port=80), _way(), _way(81, port=None)], b=[_way()])
     imported = import_text(json.dumps([lease]), name="lease.json")
     assert imported.kind == "lease" and imported.nodes == nodes_from_lease(lease)
-    assert imported.left_out == ("[0].forwarded_ports.a: a node has only one port, that of sshd, and not 80, None",)
+    assert imported.left_out == ("[0].forwarded_ports.a: a node has only one port, that of sshd; not used: 80, None",)
     state = {"name": "a", "available": 2, "total": 2, "uris": ["a.org"], "observed_generation": 3, "replicas": 1}
     odd = {"leases": 1, "services": {"a": state, "b": "x"}, "ips": {"b": [{**_IP, "Name": "c"}]}}
     imported = import_text(json.dumps({**_lease(a=[_way(new=1)], b=[_way()]), **odd}))

@@ -984,7 +984,7 @@ def test_save_after_one_that_says_it_is_the_last_removes_nothing(tmp_path: Path)
         shutil.copy(file, tmp_path / "step-00000099")
     rewrite(tmp_path, 99, note=lambda note: note.update(step=99, serial=1 << 40))
     with pytest.raises(
-        DetrainError, match=r"has serial 1099511627776, the highest possible: remove it, or save elsewhere"
+        DetrainError, match=r"has serial 1099511627776, too high for another save: remove it, or save elsewhere"
     ):
         training.save(str(tmp_path), filled(2), step=2)
     assert training.load(str(tmp_path), filled(0), step=1).step == 1

@@ -328,7 +328,7 @@ def test_trainer_begins_anew_where_no_save_has_ended(tmp_path: Path) -> None:
     trainer(tmp_path, 1).fit()
     for pattern in ("checkpoint.json", "index-*"):
         the_file(tmp_path, 1, pattern).unlink()
-    with pytest.warns(UserWarning, match="step-00000001: its save has not finished, and it is the only one"):
+    with pytest.warns(UserWarning, match="step-00000001: its save has not finished, and there is no complete one"):
         result = trainer(tmp_path, 1).fit()
     assert result.resumed_from == "" and training.checkpoints(str(tmp_path)).last is not None
     shutil.rmtree(tmp_path / "step-00000001")

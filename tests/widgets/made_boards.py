@@ -84,7 +84,7 @@ def board_with_a_hang(count: int = 64, *, host: int = 2, late: int = 19, dead: i
     others[0] = replace(others[0], state="awaited", line=7, source="batch = next(it)", detail="computing at line 7")
     waits_for = f"7 ranks on gpu{host + 1} wait in all_reduce #6 (line 9) for rank {late}"
     notes = (
-        BoardNote("died", (dead,), f"rank {dead} ended with signal 9 (SIGKILL); a fresh one is starting"),
+        BoardNote("died", (dead,), f"rank {dead} ended with signal 9 (SIGKILL); it is restarting"),
         BoardNote("waits", tuple(waiting), f"{waits_for}, for 34 s; rank {late} computes at line 7"),
     )
     return with_ranks(board, *waits, *others, notes=notes)

@@ -123,7 +123,7 @@ class _Agent:
     """One session."""
 
     def __init__(self, folder: Path, lock: int, process: AgentProcess, link: Link | None = None) -> None:
-        """Listen in ``folder``, the current folder. ``link``: a connection whose sender is not known yet."""
+        """Listen in ``folder``, the current folder. ``link``: a connection whose other end is not known yet."""
         self._folder = folder
         self._lock = lock
         self._process = process
@@ -360,7 +360,7 @@ class _Agent:
     # ---- notebook -> workers
 
     def _from_notebook(self, frames: list[Frame] | None = None) -> None:
-        """Handle ``frames``, which arrived with its first message; by default, what arrives now."""
+        """Handle messages of the notebook: ``frames``, if they arrived with its first one; else what arrives now."""
         assert self._notebook is not None
         try:
             self._handle_all(self._notebook.receive() if frames is None else frames)
@@ -442,7 +442,7 @@ class _Agent:
     # ---- workers -> notebook
 
     def _from_worker(self, link: Link, frames: list[Frame] | None = None) -> None:
-        """Handle ``frames``, which arrived with its first message; by default, what arrives now."""
+        """Handle messages of a worker: ``frames``, if they arrived with its first one; else what arrives now."""
         try:
             self._spool_frames(link.receive() if frames is None else frames)
         except WireError as exc:

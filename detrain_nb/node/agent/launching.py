@@ -188,9 +188,7 @@ class Launching:
             self._process = subprocess.Popen(
                 order.argv,
                 env=env,
-                cwd="/"
-                if self._imported_with is not None
-                else None,  # each forked launcher enters its session's folder
+                cwd="/" if self._imported_with is not None else None,  # each launcher enters its session's folder
                 pass_fds=handed,
                 stdin=subprocess.DEVNULL,
                 stdout=log,

@@ -117,7 +117,7 @@ class Snapshot:
         self.ranks, self.info, self.linger_s = message.ranks, message.info, message.linger_s
 
     def _forget_ended_cells(self) -> None:
-        """Drop the oldest ended cells above the limits; half of the characters are left for unfinished lines."""
+        """Drop the oldest ended cells while a limit is exceeded; half of the characters are for unfinished lines."""
         while len(self._cells) > _MAX_CELLS or self._chars > MOST_REMEMBERED_CHARS // 2:
             ended = next((cell for cell, ran in self._cells.items() if not ran.running), None)
             if ended is None:

@@ -21,7 +21,7 @@ from ...wire import RankUp
 STEPS_NAME = "steps"
 _WINDOW_S = 10.0
 _MOST_PLACES = 1 << 12
-_LATE_S, _LATE_GAPS = 2.0, 3  # without a step for longer than both (seconds, usual gaps), the rate falls
+_LATE_S, _LATE_GAPS = 2.0, 3  # the rate falls without a step for longer than both, in seconds and in usual gaps
 _NONE_S, _NONE_GAPS = 5.0, 8  # and then becomes 0
 
 

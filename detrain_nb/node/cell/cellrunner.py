@@ -166,12 +166,15 @@ class CellRunner(InteractiveShell):
             sys.stderr.write(f"{_NO_WIDGETS}\n")
 
     def _show_unreported(self) -> None:
-        """Print errors after which %run and the like went on. Not in ``run``, whose frame would hold them in a ring."""
+        """Print errors after which %run and the like continued.
+
+        A method of its own, as a variable in the frame of ``run`` would make a reference cycle with each error.
+        """
         for earlier in self._unreported:
             sys.stderr.write(describe_error(earlier))
 
     def _let_go_of_all_but(self, error: BaseException | None) -> None:
-        """Drop errors after which IPython went on, and the one that it keeps, which differs after an interrupt."""
+        """Drop errors after which IPython continued, and the one that it keeps, which differs after an interrupt."""
         for earlier in self._unreported:
             if earlier is not error:
                 break_rings(earlier)
@@ -236,7 +239,7 @@ class CellRunner(InteractiveShell):
         yield
 
     def showtraceback(self, *args: object, **kwargs: object) -> None:
-        """Keep the error; ``run`` returns it, or prints it if IPython goes on after it."""
+        """Keep the error; ``run`` returns it, or prints it if IPython continues after it."""
         error = sys.exc_info()[1]
         if error is not None:
             self._unreported.append(error)

@@ -1,6 +1,6 @@
 """A checksum of a value, to check that ranks have the same one: of tensors, arrays or plain Python, in bounded time.
 
-No code of the value's class is run. Large values are sampled, which is reported; if there is no checksum, why.
+No code of the value's class is run. Large values are sampled, which is reported. A missing checksum has a reason.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from .untouched import (
 )
 
 WHOLE_BYTES = 8 << 20  # of a tensor or a text; larger ones are sampled
-SAMPLE = 1 << 16  # numbers
+SAMPLE = 1 << 16  # elements
 _PART_BYTES, _PART_SAMPLE = 64 << 10, 1 << 10  # of each tensor of a module: there may be thousands
 _MOST_ITEMS = 100_000  # of a list or a dict, nested ones included
 _MOST_DEPTH = 50

@@ -65,7 +65,7 @@ def is_context_broken(error: BaseException, text: str) -> bool:
 def speak_before_abort(words: Callable[[], str]) -> None:
     """Write ``words()`` to stderr when C++ code aborts this process, as gloo does if tensor sizes differ.
 
-    gloo calls ``std::terminate`` in its own thread: this is no signal handler, so Python code may run.
+    gloo calls ``std::terminate`` in its own thread: this is not a signal handler, so Python code may run.
     """
     with contextlib.suppress(OSError, AttributeError):  # not GCC's C++ library
         set_handler = ctypes.CDLL("libstdc++.so.6")._ZSt13set_terminatePFvvE

@@ -320,8 +320,8 @@ class _Interpreter:
     def _was_freed(self, error: BaseException, ended_before: int) -> bool:
         """Return whether a stop has ended the generation in which the cell waited.
 
-        A rank that waits for another is freed as soon as that one's generation ends: its own end may come a little
-        later.
+        A rank that waits for another one is freed as soon as the other rank ends the generation; this rank may end it a
+        little later.
         """
         if not self._interrupts.is_due:
             return False
@@ -476,7 +476,7 @@ class _Interpreter:
         if all(len(buffer) == size for buffer, size in zip(buffers, sizes)):
             del self._arriving[request]
             self._runner.user_ns[message.name] = values.unpack(message.description, buffers)
-            self._given.newly_overwritten()  # as for a broadcast
+            self._given.newly_overwritten()  # %push reports it, not the next cell
             self._send(RequestDone(self._rank, request))
 
     def _broadcast(self, message: Broadcast) -> None:

@@ -77,8 +77,9 @@ class Interrupts:
     def let_go_by(self, act: Callable[[], None]) -> None:
         """Call ``act``, which frees what a failed cell held.
 
-        An interrupt can leave a lock locked on which a destructor then waits: in here every interrupt is raised, one at
-        a time, and one is sent after ``_LETTING_GO_LIMIT_S``. None leaves this function: no caller would catch it.
+        A destructor may wait for ever for a lock that an interrupt has left locked. So in here every interrupt is
+        raised, one at a time, and one is sent after ``_LETTING_GO_LIMIT_S``. None leaves this function, as no caller
+        would catch it.
         """
         self.install()  # the cell may have set its own handler
         self._strike_in(_LETTING_GO_LIMIT_S)
@@ -92,7 +93,10 @@ class Interrupts:
         self._next_strike.cancel()
 
     def _on_signal(self, *signal_and_frame: object) -> None:
-        """Handle SIGINT: the worker's comes before the next cell, ours may come too late, others are the cell's own."""
+        """Handle SIGINT, from the worker, from the cell itself, or from ``_strike_again``.
+
+        Only the last may arrive in a later cell: the worker sends its signal before it forwards the next cell.
+        """
         again_for, self._again_for = self._again_for, 0
         self._strike(is_meant=again_for in (0, self._cell))
 
@@ -109,10 +113,10 @@ class Interrupts:
             raise KeyboardInterrupt
 
     def _on_unraisable(self, unraisable: sys.UnraisableHookArgs) -> None:
-        """Raise an interrupt again that arrived in a destructor or a hook of fork(), which swallow exceptions."""
+        """Raise again an interrupt that arrived in a destructor or a fork() hook, where exceptions are swallowed."""
         if issubclass(unraisable.exc_type, KeyboardInterrupt) and (self.is_in_cell or self._has_struck):
             self._is_letting_go, self._has_struck = self._has_struck, False
-            self._strike_in(_STRIKES_AGAIN_S if self.is_in_cell else _LETTING_GO_GAP_S)  # now it would be lost
+            self._strike_in(_STRIKES_AGAIN_S if self.is_in_cell else _LETTING_GO_GAP_S)  # raised now, it would be lost
         else:
             sys.__unraisablehook__(unraisable)
 

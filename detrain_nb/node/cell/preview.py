@@ -44,9 +44,9 @@ _WIDE = {"g": "f8", "G": "c16"}  # numpy's long types, which torch lacks, and wh
 
 
 def preview(value: object, *, deadline: float) -> Row:
-    """Return a table (``columns``, ``rows``) or ``text``, and a ``note`` on what part it is; of numbers, statistics.
+    """Return a table (``columns``, ``rows``) or ``text``, with a ``note`` on which part of the value it shows.
 
-    These are ``facts`` and ``bins``. ``travels``: its type can be pulled.
+    Numbers also have statistics, ``facts`` and ``bins``. ``travels``: values of this type can be pulled.
     """
     try:
         with plain_torch():

@@ -19,7 +19,7 @@ from ..groups.process_groups import GROUP_NAMES, ON_NCCL, count_operations
 from .mainthread import read_awaited, read_call, read_stack
 
 _T = TypeVar("_T")
-_KEPT = 16  # pending entries, and as many ended ones, to compare between ranks
+_KEPT = 16  # at most, of pending entries and of ended ones, to compare between ranks
 _MAX_CHARS = 200
 _DEFAULT = "0"
 _OF = "recorder"  # key in an entry: which recorder numbered it

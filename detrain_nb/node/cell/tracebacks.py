@@ -113,7 +113,7 @@ def _frames(error: BaseException) -> list[tuple[str, int, str, str]]:
         frames.append((code.co_filename, line, code.co_name, linecache.getline(code.co_filename, line).strip()))
     first = next((i for i, frame in enumerate(frames) if frame[0].startswith("<cell ")), 0)
     while len(frames) > first + 1 and frames[-1][0].startswith(own_files.ON_NODE):
-        frames.pop()  # interrupts and refusals are raised in functions of ours
+        frames.pop()  # interrupts and refusals are raised in our own functions
     return frames[first:]  # frames above the cell are IPython's and ours
 
 

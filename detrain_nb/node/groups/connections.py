@@ -158,7 +158,7 @@ def _drop_what_comes(fd: int) -> None:
 def _hang_up_on(fd: int, most_peers: int) -> None:
     """Connect as each peer that a listening socket of gloo waits for, and disconnect.
 
-    Also connects to a server that another thread has opened in the meantime, as the two cannot be distinguished.
+    Also connects to a server that another thread has opened in the meantime: the two cannot be distinguished.
     """
     with contextlib.suppress(OSError):  # it was closed in the meantime, or no descriptor is left
         with borrowed(fd) as listener:

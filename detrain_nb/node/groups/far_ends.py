@@ -59,7 +59,7 @@ def require_own(find: Callable[[], Iterable[int]], *, earlier_ports: Collection[
 
     Connections to other machines are not checked. A connection that was accepted by a listening socket among them, or
     at one of ``earlier_ports``, and over which no data has arrived, is shut.
-    Raises: ForeignConnection; SessionError when the owner cannot be found within 20 s.
+    Raises: ForeignConnection; SessionError when an owner cannot be read, or is not found within 20 s.
     """
     deadline = time.monotonic() + _LIMIT_S
     while connections := {fd: ends for fd in find() if (ends := ends_of(fd))}:

@@ -61,7 +61,7 @@ class Generation:
     ) -> None:
         self.number = 0
         self.is_in_use = False  # whether the main thread may be in one of its operations
-        self.ended = 0  # the last generation that was ended from outside the main thread
+        self.ended = 0  # the highest number of a generation that was ended
         self.started_ns = 0  # Unix time just before the current default group, and so every other group, was made
         self._rank = rank
         self._world_size = world_size
@@ -137,8 +137,8 @@ class Generation:
     def end(self, number: int) -> int:
         """End the groups of generation ``number``, and free every rank that waits in them.
 
-        Does nothing if the generation has already ended; if this rank has not started it yet, it will not be made. May
-        be called from any thread. Returns how many connections were shut.
+        Does nothing if the generation has already ended. A generation that this rank has not started yet cannot be made
+        later. May be called from any thread. Returns how many connections were shut.
         """
         with self._changing:
             if number < self.number or number <= self.ended:
@@ -174,7 +174,7 @@ class Generation:
             before = now
 
     def _end_meetings(self, number: int) -> None:
-        """Free ranks that wait for others in the current generation, and keep any from waiting in ``number``."""
+        """Free ranks that wait for others in the current generation, and let none start to wait in ``number``."""
         if self._folder is None:
             return
         for meeting in (self._meeting, Meeting(self._folder, number)):

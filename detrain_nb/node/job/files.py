@@ -86,7 +86,7 @@ def send_artifact(talk: Talk, said: dict[str, Any]) -> None:
         while left:
             data = file.read(min(left, _PIECE_BYTES))
             if not data:  # it was truncated meanwhile: fewer bytes than announced
-                raise Failed("the file was truncated while it was sent")
+                raise Failed("the file shrank while it was being sent")
             talk.send(data)
             left -= len(data)
 

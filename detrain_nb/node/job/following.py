@@ -27,10 +27,10 @@ def follow(talk: Talk, said: dict[str, Any], *, wait: Callable[[float], bool]) -
     is_once, shown, wants = said.get("once") is True, "", _read_wishes(said)
     if said.get("tail") is not None:
         _begin_at_tail(talk, folder, filter(wants, list_streams(folder)), offsets, lines=check_number(said["tail"]))
-    # with ``once``, output from later on is not sent, as a job may print faster than it is read
+    # with ``once``, only output from before now is sent: a job may print faster than it is read
     ends = {name: find_end(folder / name) for name in list_streams(folder)} if is_once else None
     while True:
-        status = read_status(folder)  # before the files: then output from before the end is in them
+        status = read_status(folder)  # before the files: once it has ended, they hold all output
         if (state := repr((status["state"], status.get("ranks"), status.get("restarts")))) != shown:
             talk.say("status", jobs=[{**status, "metrics": last_metrics(folder)}])
             shown = state

@@ -90,7 +90,7 @@ def fetch_parts(
 
 
 class _Fetcher:
-    """Fetches of a repository and its submodules, within common limits."""
+    """A fetch of a repository and its submodules, within common limits."""
 
     def __init__(self, cache: Path, access: GitAccess, limits: GitLimits, tick: Callable[[], object]) -> None:
         self.parts: list[GitPart] = []
@@ -340,7 +340,9 @@ def _locked(mirror: Path, tick: Callable[[], object]) -> Iterator[None]:
     path = mirror.with_name(f"{mirror.name}.lock")
     while (lock := take_lock(path, is_new=True)) is None:
         if time.monotonic() > deadline:
-            raise FilesError(f"{path} is held by a fetch of the same repository for more than {_LOCK_LIMIT_S:.0f} s")
+            raise FilesError(
+                f"another fetch of the same repository has locked {path} for more than {_LOCK_LIMIT_S:.0f} s"
+            )
         tick()
         time.sleep(0.05)
     try:

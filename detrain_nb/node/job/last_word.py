@@ -1,4 +1,4 @@
-"""Reports to the other nodes of a job why this one failed, when torchrun cannot: it was killed, or never started.
+"""Reports to the other nodes of a job why this one failed, when torchrun cannot, as it was killed or never started.
 
 The runner starts it as a separate program: the report goes through torch's store, and the runner does not import torch.
 """

@@ -197,7 +197,9 @@ def _bind(address: str, port: int) -> socket.socket:
             (address, port), family=socket.AF_INET6 if ":" in address else socket.AF_INET, backlog=128
         )
     except OSError as exc:
-        raise JobRefused(f"cannot listen on {address} port {port}: {exc.strerror or exc}: choose another port") from exc
+        raise JobRefused(
+            f"cannot listen on {address} port {port}: {exc.strerror or exc}: choose another port, or another address"
+        ) from exc
 
 
 def _check_store(said: object) -> tuple[str, int]:

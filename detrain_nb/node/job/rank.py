@@ -1,4 +1,4 @@
-"""Process between torchrun and a rank of a job: sends the rank's output and exit code to the job's runner.
+"""The process between torchrun and a rank of a job: hands the rank's output to the runner, reports its exit code.
 
 torchrun sees this process as the rank. The user's program is its child in the same process group, so signals of
 torchrun reach both; this process waits, and exits as the program did.
@@ -75,7 +75,7 @@ def _hand_over_output(runner: socket.socket) -> None:
 def _say(runner: socket.socket, **said: object) -> None:
     try:
         runner.send(json.dumps(said).encode())
-    except OSError:  # the runner has exited, nobody needs the report
+    except OSError:  # the runner has exited: no process needs the report
         pass
 
 

@@ -124,7 +124,10 @@ class Runner:
         return self._run_command(argv, env, TORCHRUN_LOG, cwd, handed), TORCHRUN_LOG
 
     def _tell_others(self, reason: str, code: int) -> None:
-        """Report a failure on fixed nodes if torchrun could not; node 0 need not, its store is down then."""
+        """Report a failure to the other nodes of a fixed rendezvous if torchrun could not.
+
+        Node 0 does not: it hosts the store, which has ended with its torchrun.
+        """
         order, has_said = self._order, code <= 128 and self._outputs.outcomes
         if order.node_rank == 0 or order.rendezvous.kind != "fixed" or has_said or read_told(self._folder):
             return
@@ -191,7 +194,7 @@ class Runner:
     # ---- stopping
 
     def _ask_to_stop(self, *_: object) -> None:
-        """Handle a signal; it also wakes the loop up."""
+        """Note a request to stop; the signal also wakes the loop."""
         if self._kill_at is None:
             self._kill_at = time.monotonic() + read_grace(self._folder)
 

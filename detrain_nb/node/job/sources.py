@@ -75,7 +75,7 @@ def lay_out(source: object, target: Path, talk: Talk | None = None, *, cache: Pa
 
 
 def _no_tick() -> None:
-    """Do nothing: nobody waits for progress."""
+    """Do nothing: no notebook waits for progress."""
 
 
 # ---- files by their digest

@@ -145,9 +145,7 @@ class Reserve:
     def take(self) -> None:
         """Reserve the space, as far as the disk has room."""
         with contextlib.suppress(OSError):
-            (self._folder / _RESERVE_NAME).write_bytes(
-                os.urandom(_RESERVE_BYTES)
-            )  # some file systems store zeros without using space
+            (self._folder / _RESERVE_NAME).write_bytes(os.urandom(_RESERVE_BYTES))  # zeros may take no disk space
 
     def write(self, said: Status | Exit) -> None:
         """Write a file, using the reserve if needed, and reserve again; on failure the job continues without it."""

@@ -39,13 +39,13 @@ def judge(outputs: Outputs, code: int, *, folder: Path, log: str, stopped: bool)
 
 
 def _find_first(outputs: Outputs) -> RankOutcome | None:
-    """Return the rank of the last start that failed first; later ones were killed, or failed without it."""
+    """Return the first rank that failed in the last start; the others were killed then, or failed as it was missing."""
     failed = [each for each in outputs.outcomes if each.exit_code and each.restart == outputs.restarts]
     return min(failed, key=lambda each: each.ended_at, default=None)
 
 
 def read_told(folder: Path) -> str:
-    """Read the reason for which this node was stopped by a different node; empty without one."""
+    """Read why torchrun stopped here because of another node or the store; empty if it did not."""
     try:
         said = json.loads(read_bounded(folder / END_NAME))
         return str(said["reason"])[:MOST_REASON_CHARS]

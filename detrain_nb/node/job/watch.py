@@ -237,5 +237,5 @@ def _read_reason(end: bytes) -> str:
     except (ValueError, KeyError, RecursionError):
         reason = None
     if not isinstance(reason, str) or not reason:
-        return "a different node ended the job without a valid reason"
+        return "another node ended the job without a valid reason"
     return printable(reason[:MOST_REASON_CHARS])

@@ -69,7 +69,7 @@ _FULL_BYTES = 16 << 20  # of messages that the interpreter has not read
 # Above this a rank blocks in its print until the agent has read some output. A stopped cell gets the higher limit, as
 # its end can only be seen after its output has been read.
 _FULL_OUTPUT_BYTES, _FULL_STOPPED_BYTES = 1 << 20, 3 << 20
-_STOP_S = 1.0  # how long a rank has to end a stopped cell, as several presses of stop may arrive at once
+_STOP_S = 1.0  # from the first stop of a cell to its rank's replacement: presses of stop may arrive all at once
 _LEAVE_LIMIT_S = 1.0
 _STDERR_TAIL_BYTES = 4000
 _LAST_LINES = 10

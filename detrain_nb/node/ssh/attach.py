@@ -1,7 +1,7 @@
 """The attach program: copies bytes between the notebook's SSH channel (stdin and stdout) and the agent's socket.
 
-It starts the agent if asked to. The agent goes on when this program exits. A notebook that sends nothing any more has
-disappeared, even if sshd has not noticed: then this program hangs up, and another notebook may take the session.
+It starts the agent if asked to. The agent continues when this program exits. A notebook that no longer sends anything
+has disappeared, even if sshd has not noticed: then this program hangs up, and another notebook may take the session.
 """
 
 from __future__ import annotations
@@ -63,7 +63,9 @@ def _connect(order: dict[str, Any], cache: Path, code: list[str]) -> socket.sock
         return start_agent(folder, env=env, uses=uses)[1]
     if not is_served(folder):  # a disk error proves nothing
         remove_dead_agent(folder)  # a notebook that returns to a lost node learns it here
-        raise SessionError(f"no session {session!r} runs there: its agent has exited, or the machine was restarted")
+        raise SessionError(
+            f"no session {session!r} is running there: its agent has exited, or the machine was restarted"
+        )
     return connect(folder)
 
 

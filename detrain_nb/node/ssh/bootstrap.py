@@ -140,7 +140,10 @@ def _sync(path: str) -> None:
 
 
 def _is_whole(folder: str) -> bool:
-    """Return whether no file of that code is missing or truncated; a folder without a list is not whole."""
+    """Return whether no file of that code is missing or truncated.
+
+    A folder without a list of its files, from an older version or after a crash, is not whole.
+    """
     try:
         with open(os.path.join(folder, LIST_NAME), encoding="utf-8") as file:
             return not _find_broken(folder, json.load(file))
@@ -172,7 +175,7 @@ def _copy_exactly(size: int, file: IO[bytes]) -> None:
 
 
 def _find_folder() -> str:
-    """Return the folder for our code and sessions: in the home or, if that is not writable, in the temporary folder."""
+    """Return the folder for our code and sessions: in the home, or in the temporary folder if that one is unusable."""
     tried = []
     for wanted in _possible_folders():
         folder = os.path.join(os.path.realpath(os.path.dirname(wanted)), os.path.basename(wanted))
@@ -217,7 +220,7 @@ def _hold(cache: str) -> int:
             return lock
         except BlockingIOError:  # held for the moment that renaming takes
             if time.monotonic() >= deadline:
-                _fail(f"{cache}/.lock is held by another process: end it")
+                _fail(f"{cache}/.lock is held by another process: stop that process")
             time.sleep(0.01)
         except OSError:  # no locks there: no process can hold it exclusively either
             return lock

@@ -1,4 +1,4 @@
-"""A check whether detached processes survive the user's logout; part of the text of probe.py, so Python 3.7 as well.
+"""A check whether detached processes survive the user's logout; in the text of probe.py, so nothing newer than 3.7.
 
 systemd's logind may end all processes of a login (KillUserProcesses). A scope of the user's own manager survives if
 that manager stays (linger).

@@ -90,7 +90,7 @@ class _Rank:
                 raise OSError(f"rank {self._number} did not finish in time")
             data = os.read(self._said, 4096)
             if not data:
-                raise OSError(f"rank {self._number} ended{_describe_end(self._wait())}")
+                raise OSError(f"rank {self._number} {_describe_end(self._wait())}")
             self._arrived += data
         line, _, self._arrived = self._arrived.partition(b"\n")
         said = json.loads(line.decode())
@@ -109,7 +109,7 @@ class _Rank:
 
 
 def _describe_end(status: int) -> str:
-    return f" by signal {os.WTERMSIG(status)}" if os.WIFSIGNALED(status) else ""
+    return f"was killed by signal {os.WTERMSIG(status)}" if os.WIFSIGNALED(status) else "exited"
 
 
 def _work(gpu: int | None, threads: int, begin: int, answers: int) -> None:

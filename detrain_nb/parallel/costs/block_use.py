@@ -1,4 +1,4 @@
-"""How code outside a model's blocks uses what belongs to them, which sharding block by block has to know."""
+"""Uses of a model's blocks by code outside them, which sharding block by block has to know."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..recording import Recording, modules_around
 
 @dataclass(frozen=True)
 class BlockUse:
-    """How code outside the blocks uses them.
+    """Uses of the blocks by code outside them.
 
     ``read_outside``: first names of block parameters that are read while their block is not running.
     ``written_outside``: blocks whose outputs are written in place by code outside them. ``writing``: blocks that write
@@ -117,7 +117,7 @@ def _find_chosen(recording: Recording, blocks: Collection[str]) -> tuple[set[str
 
 
 class _Traits:
-    """What the tensors of a pass are computed from, by number."""
+    """Origins of the tensors of a pass, by number."""
 
     def __init__(self, recording: Recording) -> None:
         recorder, self._entries = recording.recorder, recording.entries

@@ -1,4 +1,4 @@
-"""Where a recorded pass can be cut in two, and which modules the other half can leave out."""
+"""Places where a recorded pass can be cut in two, and modules that the other half can leave out."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How long each unit of a model takes, forward and backward, on the model's device."""
+"""Times that each unit of a model takes, forward and backward, on the model's device."""
 
 from __future__ import annotations
 

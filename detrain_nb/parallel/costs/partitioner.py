@@ -36,14 +36,14 @@ _MOST_CUTS = 10  # named in an error
 
 @dataclass(frozen=True)
 class StageNode:
-    """What runs one stage.
+    """A node that runs one stage.
 
     ``speed`` is relative to the machine on which the units were timed. ``memory_bytes`` is a limit for what the
     partition knows: parameters with their state and saved activations, as in one process. Layouts change this: bf16,
     shards, ``tp`` and recomputed activations need less; the loss, its logits and buffers between stages need more.
     ``dry_run`` counts all of it. ``bytes_per_s`` and ``latency_s`` are of the link to the neighbouring stages.
 
-    Raises: SpecError.
+    Raises: SpecError when a number is not above 0, or ``latency_s`` is negative or infinite.
     """
 
     name: str = ""
@@ -55,7 +55,7 @@ class StageNode:
     def __post_init__(self) -> None:
         for what in ("memory_bytes", "speed", "bytes_per_s"):
             if not getattr(self, what) > 0:
-                raise SpecError(f"node {self.name!r}: {what}={getattr(self, what)} must be more than 0")
+                raise SpecError(f"node {self.name!r}: {what}={getattr(self, what)} must be above 0")
         if not 0 <= self.latency_s < math.inf:
             raise SpecError(f"node {self.name!r}: latency_s={self.latency_s} must be 0 or more seconds, and finite")
 
@@ -100,7 +100,7 @@ class Partition:
 
     @property
     def fits(self) -> bool:
-        """True if no stage needs more memory than its node has."""
+        """Whether no stage needs more memory than its node has."""
         return all(needed <= node.memory_bytes for needed, node in zip(self.memory_bytes, self.nodes))
 
     def costs(self) -> StageCosts:

@@ -44,7 +44,7 @@ FLOPS_PER_S, BYTES_PER_S = 1e12, 1e11
 
 @dataclass(frozen=True)
 class Unit:
-    """What runs from one cut to the next, for the example inputs.
+    """The part of a model that runs from one cut to the next, for the example inputs.
 
     ``cut`` is the module at whose entry the unit begins, None for the first unit. ``flops`` and ``moved_bytes`` are of
     the forward pass; ``saved_bytes`` is what autograd keeps for the backward pass, without parameters; ``input_bytes``
@@ -165,7 +165,7 @@ class ModelProfile(ShownAsText):
 
         An estimate is the time to compute or to move memory, whichever is longer. A backward pass takes twice that:
         once for the gradient of the input, and once for parameters, as far as these are trained. Before the first
-        trained parameter there is no backward pass. With the default speeds, at best the ratios between the times are
+        trained parameter there is no backward pass. With the default speeds, only the ratios between the times can be
         right.
         """
         if flops_per_s is None and bytes_per_s is None:
@@ -284,7 +284,7 @@ def _record(
 
 
 def as_call(example_inputs: ExampleInputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the positional and the keyword arguments that example inputs stand for. Raises: SpecError."""
+    """Return the positional and keyword arguments that example inputs stand for. Raises: SpecError for others."""
     if isinstance(example_inputs, Tensor):
         return (example_inputs,), {}
     if isinstance(example_inputs, Mapping):
@@ -352,7 +352,7 @@ def _fake(tensor: Tensor, *, device: torch.device) -> Tensor:
 
 
 def _copy(tensor: Tensor) -> Tensor:
-    """Copy a tensor; a parameter's copy shares its memory: whoever reads the parameter itself found it elsewhere."""
+    """Copy a tensor; a parameter's copy shares its memory: code that reads the original got it from elsewhere."""
     if not isinstance(tensor, nn.Parameter):
         return tensor.detach().clone()
     made = nn.Parameter(tensor.detach(), requires_grad=tensor.requires_grad)

@@ -55,7 +55,7 @@ class Boundaries:
         self.rewrites_parameters |= found.rewrites_parameters
         by_cut = {unit.cut: unit for unit in found.units}
         if gone := [cut for cut in self._cuts if cut not in by_cut]:
-            when = "" if is_training else ", evaluating,"
+            when = "" if is_training else " in evaluation mode"
             if why := found.hindrances.get(gone[0]):
                 raise SpecError(
                     f"with this batch{when} the model cannot be cut at {gone[0]!r}: {why}; split it with example "

@@ -68,7 +68,8 @@ class PipelineStages(ParallelModel):
         ``arrangement``: how the stages are laid out on the other axes of a mesh; ``parallelize`` makes it.
         ``boundaries``: finds the shapes between stages, if already made.
 
-        Collective: all ranks of ``group``, with the same arguments. Raises: SpecError.
+        Collective: all ranks of ``group``, with the same arguments.
+        Raises: SpecError if ranks cut or schedule the model differently, or the schedule cannot run it.
         """
         self.pipeline_group = group.get_group() if isinstance(group, DeviceMesh) else group or _all_ranks()
         num_ranks, rank = dist.get_world_size(self.pipeline_group), dist.get_rank(self.pipeline_group)

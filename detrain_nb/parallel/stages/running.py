@@ -25,7 +25,7 @@ from .schedules import Schedule
 
 
 class Waits:
-    """What the stages of this rank have requested from others and not received yet."""
+    """Tensors that the stages of this rank have requested from others and not received yet."""
 
     def __init__(self) -> None:
         self._asked: dict[tuple[str, int, int], Callable[[], str]] = {}  # by kind, stage and microbatch: a description

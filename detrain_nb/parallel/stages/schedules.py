@@ -34,7 +34,7 @@ _FOR_FEWER_MICROBATCHES = {"1F1B": ScheduleGPipe, "DualPipeV": ScheduleZBVZeroBu
 
 
 def find_schedule(schedule: str | Schedule) -> Schedule:
-    """Return the schedule with a name (upper or lower case) or in a file ``*.csv``. Raises: SpecError."""
+    """Return the schedule with a case-insensitive name, or in a ``*.csv`` file. Raises: SpecError if it is invalid."""
     if isinstance(schedule, Schedule):
         return schedule
     if schedule.lower().endswith(".csv"):
@@ -43,7 +43,7 @@ def find_schedule(schedule: str | Schedule) -> Schedule:
 
 
 def stages_of_rank(schedule: str | Schedule, *, rank: int, num_ranks: int, num_stages: int) -> tuple[int, ...]:
-    """Return the stages that a rank of a pipeline runs, in their order. Raises: SpecError."""
+    """Return the stages that a rank of a pipeline runs, in order. Raises: SpecError if the numbers do not fit."""
     return find_schedule(schedule).stages_of_rank(rank, num_ranks=num_ranks, num_stages=num_stages)
 
 

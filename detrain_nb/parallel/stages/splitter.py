@@ -1,4 +1,4 @@
-"""Where a model is cut, and which parts each stage gets; stage.py makes the stages."""
+"""Cuts of a model, and the parts that each stage gets; stage.py makes the stages."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class Split(ShownAsText):
 
         The first stage is called as the model is. Each other stage gets the tensor from the previous stage first, then
         the model's own arguments: masks and positions are needed everywhere. A stage returns the tensor for the next
-        stage; the last one returns the model's output. Raises: SpecError.
+        stage; the last one returns the model's output. Raises: SpecError for an ``index`` that does not exist.
         """
         if not 0 <= index < self.num_stages:
             raise SpecError(f"stage {index} does not exist: there are {self.num_stages} stages, counted from 0")
@@ -134,7 +134,9 @@ def split(
     """Cut ``model`` into ``stages`` so that their times are balanced, or ``at`` the entry of the named modules.
 
     ``example_inputs``: of one microbatch, as in ``profile``. ``nodes``: what runs each stage, as in ``partition``. The
-    model may be on the meta device. Raises: SpecError, which names where the model can be cut.
+    model may be on the meta device.
+
+    Raises: SpecError for arguments that do not fit, or if the model cannot be cut so; the error names possible cuts.
     """
     require_model(model)
     require_whole(stages=stages)

@@ -180,7 +180,7 @@ def _inject(state: StageState, module: nn.Module, args: tuple[Any, ...], kwargs:
 
 
 class _Become(torch.autograd.Function):
-    """Gives a tensor in place the values of another one, in that one's memory, and its place in the graph."""
+    """Function that gives a tensor in place another one's values, in that one's memory, and its place in the graph."""
 
     @staticmethod
     def forward(context: Any, zeros: Tensor, received: Tensor) -> Tensor:

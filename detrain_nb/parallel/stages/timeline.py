@@ -1,4 +1,4 @@
-"""When each rank of a pipeline computes and when it waits: a schedule simulated with the times of its stages."""
+"""Times at which each rank of a pipeline computes or waits: a schedule simulated with the times of its stages."""
 
 from __future__ import annotations
 
@@ -71,7 +71,9 @@ def timeline(
     """Simulate a schedule, without the time that tensors travel.
 
     ``stage_s``: seconds of each stage for one microbatch, forward and backward, as in ``Partition.stage_s``; by default
-    all stages of a rank take 3 ms together. A forward pass takes a third of it. Raises: SpecError.
+    all stages of a rank take 3 ms together. A forward pass takes a third of it.
+
+    Raises: SpecError if the schedule cannot run with these numbers.
     """
     require_whole(num_ranks=num_ranks, num_microbatches=num_microbatches)
     order = find_schedule(schedule)

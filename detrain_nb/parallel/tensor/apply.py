@@ -34,7 +34,7 @@ def apply_tensor_plan(module: nn.Module, plan: TensorPlan, mesh: DeviceMesh, *, 
     model; each copy draws random numbers of its own.
 
     Collective: all ranks of ``mesh``, with the same module and plan; so is every forward and backward pass.
-    Raises: SpecError.
+    Raises: SpecError if ``mesh`` does not fit ``plan``, or ``module`` cannot be cut or is already on a mesh.
     """
     if mesh.ndim != 1 or mesh.size() != plan.tp:
         shape = " x ".join(map(str, mesh.shape))

@@ -1,4 +1,4 @@
-"""Which linear layers of a model feed which, from one forward pass in which every operator is observed."""
+"""Data flow between the linear layers of a model, from one forward pass in which every operator is observed."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class LayerFlow:
 
 
 class Watch(OperatorRecorder[Tensor]):
-    """Record, for each tensor, of the layers and parameters it comes from and of the tensor whose values it has.
+    """Recorder of the layers and parameters that each tensor comes from, and of the tensor whose values it has.
 
     "" stands for the model's first float input.
     """

@@ -27,7 +27,7 @@ Change = Callable[[Tensor], Tensor]
 
 
 class Region:
-    """Whether any module of the model is running, and the random numbers of a training step, equal on all ranks."""
+    """Depth of the model's nested calls, and the random numbers of a training step, equal on all ranks."""
 
     def __init__(self, seed: int | None) -> None:
         self.depth = 0

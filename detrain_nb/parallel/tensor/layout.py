@@ -28,7 +28,7 @@ def lay_out(
 
     ``model`` may be a stage: names are those of the whole model, and modules of other stages are missing.
 
-    Raises: SpecError.
+    Raises: SpecError if a module cannot be cut, or a stage has only a part of a block with a cut sequence.
     """
     _take_copies_of_shared(model)
     # The model itself is always present: everything runs in its forward, which may read other modules' parameters.

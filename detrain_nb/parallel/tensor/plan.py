@@ -1,4 +1,4 @@
-"""How a model's layers are cut over the ranks of a group: a plan that can be read and edited."""
+"""Plan of how a model's layers are cut over the ranks of a group; it can be read and edited."""
 
 from __future__ import annotations
 
@@ -209,7 +209,7 @@ class TensorPlan:
     # ---- edits
 
     def replicate(self, name: str) -> TensorPlan:
-        """Keep a module and everything in it on every rank, and the layers cut with it. Raises: SpecError."""
+        """Keep a module, all in it and the layers cut with it on every rank. Raises: SpecError for an unknown name."""
         return self._take_out(name, f"{name!r} is replicated on request")
 
     def _take_out(self, name: str, reason: str) -> TensorPlan:
@@ -231,7 +231,9 @@ class TensorPlan:
         """Cut one module by itself, correct anywhere, as "colwise", "rowwise" or "embedding"; or "replicate" it.
 
         Its input and output are whole on every rank; layers that were cut with it are replicated. Which of the two
-        roles for experts is correct depends on their code, and the proof in `tp_plan` finds out. Raises: SpecError.
+        roles for experts is correct depends on their code, and the proof in `tp_plan` finds out.
+
+        Raises: SpecError if the module cannot have that role.
         """
         if role not in ROLES:
             raise SpecError(f"{name!r} cannot be {role!r}: {_nearest(role, ROLES)}choose one of {', '.join(ROLES)}")
@@ -335,7 +337,7 @@ class TensorPlan:
             for pattern, share in shares.items()
             if share >= 0.01
         ]
-        return f"Most of it is whole on every rank: {'; '.join(named)}"
+        return f"Most parameters are whole on every rank: {'; '.join(named)}"
 
     def _share(self) -> float:
         """Return the share of parameters that are cut, from 0 to 1."""

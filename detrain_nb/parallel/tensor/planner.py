@@ -1,4 +1,4 @@
-"""Which layers of a model can be cut over ranks: proposed by the data flow or by the model itself, then proved."""
+"""Layers of a model that can be cut over ranks: proposed by the data flow or by the model itself, then proved."""
 
 from __future__ import annotations
 

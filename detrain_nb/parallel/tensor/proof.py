@@ -53,7 +53,7 @@ def keep_call(args: tuple[Any, ...], kwargs: dict[str, Any], has_gradient: Calla
 
 
 def find_fault(module: nn.Module, plan: TensorPlan, call: Call, *, unread: Collection[int] = ()) -> str | None:
-    """Why ``module`` is not the same over ``plan.tp`` ranks, or None: it is, for this call, with random weights."""
+    """Return how ``module`` differs over ``plan.tp`` ranks, or None if it is equal for ``call`` with random weights."""
     return Proof(module, call, unread=unread).find_fault(plan)
 
 
@@ -77,7 +77,7 @@ class Proof:
         return Shapes(self._module, self._call, self._unread)
 
     def find_fault(self, plan: TensorPlan) -> str | None:
-        """Why the module is not the same over ``plan.tp`` ranks, or None: it is, for this call, with random weights."""
+        """Return how the module differs over ``plan.tp`` ranks, or None if it is equal, with random weights."""
         if is_too_large(self._module):
             return self.shapes.why_unknown or self.shapes.find_fault(plan)
         if self._state is None:
@@ -99,7 +99,7 @@ class Proof:
 
     @property
     def is_finite(self) -> bool:
-        """True if the whole module ran and all its outputs are finite."""
+        """Whether the whole module ran and all its outputs are finite."""
         outputs = [output for reference in self._references for output in reference.outputs]
         return bool(outputs) and all(bool(output.isfinite().all()) for output in outputs)
 
@@ -124,7 +124,7 @@ class Proof:
         return Proof(module, call, unread=self._unread, is_varied=True)
 
     def _counts(self) -> list[str]:
-        """Return the small buffers that the module writes, in its own mode and evaluating."""
+        """Return the small buffers that the module writes, in its own mode and in evaluation mode."""
         whole, names = self._whole, small_buffers(self._module)
         assert whole is not None
         if not names:

@@ -141,9 +141,9 @@ def _is_close(found: Tensor | None, expected: Tensor | None, dtype: torch.dtype,
 
 
 def _error_of(found: Tensor, expected: Tensor) -> float:
-    """Return the largest difference, relative to the largest of ``expected``."""
+    """Return the largest difference, relative to the largest of ``expected``, unless that is zero. Shapes are equal."""
     found, expected = found.detach().double(), expected.detach().double()
-    return float((found - expected).abs().max() / expected.abs().max())
+    return float((found - expected).abs().max()) / (float(expected.abs().max()) or 1.0)
 
 
 class _WithoutDropout(TorchFunctionMode):

@@ -1,4 +1,4 @@
-"""What a tensor plan may try: pairs of linear layers, and numbers in modules that depend on their widths."""
+"""Proposals for a tensor plan to try: pairs of linear layers, and numbers in modules that depend on their widths."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def size_to_cut(module: PlannedModule, *, is_column: bool) -> int:
 
 @dataclass(frozen=True)
 class Between:
-    """What is between the columns and the row of a pair, in the module around it.
+    """Modules, parameters and tensors between the columns and the row of a pair, in the module around it.
 
     ``modules``: with parameters of their own, that run there; ``parameters``: others that are used there too;
     ``arguments`` that the module gets after the first, by place, and ``outputs`` that it returns after the first, by

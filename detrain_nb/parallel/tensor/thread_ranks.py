@@ -48,4 +48,4 @@ class ThreadRanks:
         return parameter
 
     def as_shard(self, tensor: Tensor, *, total: int) -> Tensor:
-        raise AssertionError("proofs are of whole outputs")
+        raise AssertionError("a proof needs whole outputs")

@@ -1,4 +1,4 @@
-"""Which ranks wait or compute, and which collectives differ: decided from the evidence of all ranks, in one line.
+"""Judgement of which ranks wait or compute, and which collectives differ, from the evidence of all ranks.
 
 Each source is used where it is reliable. The flight recorder names collectives, with op and sequence number, but no
 point-to-point operations and no waits in the store; the stack names those, or the call in its innermost frame.
@@ -23,7 +23,7 @@ _COMPARED = "/detrain_nb/node/groups/checking.py:"  # its functions are named as
 _NOT_WAITING = ("/torch/distributed/checkpoint/",)  # they wait for files, not for other ranks
 _STANDARD_LIBRARY = re.compile(r"/lib(64)?/python3\.\d+t?/(?!(site|dist)-packages/)|^<frozen ")
 _OWN_WAITS = ("os.wait(", "torch.jit.wait(", "torch._C.wait(")
-_NO_CALL = re.compile(r"[^\w.:/@+<>()\[\]{}=,*'\"-]+")  # blanks too: it must not read as a sentence of ours
+_NO_CALL = re.compile(r"[^\w.:/@+<>()\[\]{}=,*'\"-]+")  # blanks too: it must not read as one of our sentences
 _WRAPPERS = {"wrapper", "inner", "decorate_context"}
 _MOST_HOSTS = 3  # named individually
 _HOPELESS = 3  # times ``hang_s``
@@ -37,11 +37,11 @@ _Reached = Mapping[str, int]  # group -> sequence number
 
 @dataclass(frozen=True)
 class Verdict:
-    """What one rank does.
+    """The judgement of what one rank does.
 
     ``kind`` is waits, computes, sleeps (in Python or C, on its own), stopped (by a signal), or the state of a rank that
     runs no cell. ``missing``: the ranks that have not joined ``collective``, in which this rank waits. ``is_in_vain``:
-    it is in torch, and every collective that it has begun and not ended lacks some rank.
+    it is in torch, and each collective that it has begun and not ended lacks a member of its group.
     """
 
     rank: int
@@ -298,7 +298,7 @@ _ALL_CAME = (
 
 @dataclass
 class _Seen:
-    """When a rank was last seen computing, beginning an operation with others, or elsewhere than in ``waits_in``.
+    """Times when a rank was last seen computing, beginning an operation with others, or elsewhere than in ``waits_in``.
 
     ``first_at``: when it was looked at for the first time; the other times may be earlier.
     """
@@ -359,8 +359,8 @@ class HangWatch:
     def is_hopeless(self, *, now: float) -> bool:
         """Return whether all ranks still in a cell have waited for several times ``hang_s``, with no rank left to join.
 
-        The last look must have had stacks. A message may be long under way unseen: a rank that waits for one is given
-        at least ``message_s``.
+        The last look must have had stacks. A message may be in transit for a long time unseen: a rank that waits for
+        one is given at least ``message_s``.
         """
         left = {rank for rank, verdict in self._verdicts.items() if verdict.kind != "idle"}
         limit_s = _HOPELESS * max(self.hang_s, 1.0)
@@ -376,7 +376,7 @@ class HangWatch:
         return _find_mismatches([verdict.evidence for verdict in self._verdicts.values()])
 
     def _hung(self, mismatches: Collection[_Key], now: float, *, limit_s: float) -> list[Verdict]:
-        """Return the ranks that have waited so long, except in collectives that all joined: those are only slow."""
+        """Return the ranks that have waited for ``limit_s``, except in collectives that all joined: these are slow."""
         return [
             verdict
             for verdict in self._verdicts.values()

@@ -12,7 +12,7 @@ from collections.abc import Collection, Mapping
 
 from .diagnosis import Verdict
 
-_LOOKS, _LASTS_S = 3, 1.9  # so many equal looks, over so long
+_LOOKS, _LASTS_S = 3, 1.9  # this many equal looks, over this many seconds
 
 
 class StuckWatch:

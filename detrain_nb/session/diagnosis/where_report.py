@@ -1,4 +1,4 @@
-"""Where every rank is: its line, its stack, and the collective it waits in, as a table."""
+"""A table of where every rank is: its line, its stack, and the collective that it waits in."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _NOW_S = 0.5  # a report of this age counts as current
 class Whereabouts:
     """The result of ``session.ranks.where()``. ``verdicts`` has one per rank; ``mismatch`` names differing collectives.
 
-    ``over`` says why the session has ended, and what to do; it is empty while the session runs.
+    ``over`` says why the session has ended, and what to do; it is empty while the session is running.
     """
 
     name: str
@@ -34,7 +34,7 @@ class Whereabouts:
         if self.over:
             return self.over
         if not any(verdict.evidence.state == "running" for verdict in self.verdicts):
-            return "no cell runs"
+            return "no cell is running"
         return describe_wait(self.verdicts) + (f"; {self.mismatch}" if self.mismatch else "")
 
     def __repr__(self) -> str:
@@ -80,7 +80,7 @@ def _known(age_s: float) -> str:
 
 
 def frames_of(verdict: Verdict) -> list[str]:
-    """Return the stack of the user's code, innermost first, down to the cell, without frames of ours; safe to show."""
+    """Return the stack of the user's code, innermost first, down to the cell, without our own frames; safe to show."""
     stack = verdict.evidence.stack
     if verdict.evidence.state != "running" or not stack:
         return []

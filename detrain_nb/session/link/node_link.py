@@ -2,9 +2,9 @@
 
 It acknowledges to the agent, with some delay, what has been shown: if a notebook is killed in between, the next one
 shows that part again, and misses nothing. If the connection can break while the agent goes on, the link reconnects:
-both sides count their messages, and send again those that have not arrived. It also sends regular signs of life,
-without which the node would release the notebook's session. The node answers them, else nothing would reveal a node
-that fell silent behind another host.
+both sides count their messages, and send again those that have not arrived. It also sends regular signs of life: a
+node that receives none hangs up, and another notebook may take the session. The agent answers each, as nothing else
+would reveal a node that fell silent behind a jump host.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class NodeLink:
         self._connect = connect
         self._counts = connect is not None
         self._sending = threading.Lock()
-        self._moved = threading.Condition(self._sending)  # the node has taken something, or the link is closed
+        self._moved = threading.Condition(self._sending)  # signalled when the node takes data, or the link closes
         self._unread_bytes: int = limits.unasked_bytes  # of headers that the node may still send
         self._sent = 0  # the number of the last message, if they are counted
         self._unreceived: deque[tuple[int, bytes]] = deque()
@@ -104,7 +104,7 @@ class NodeLink:
         self.broken_at: float | None = None  # when the connection was lost; None while connected
         self._connected_at, self._gap_s = time.monotonic(), _FIRST_RETRY_S  # the pause before the next attempt
         self._wake, self._woken = socket.socketpair()
-        self._wake.setblocking(False)  # a full one wakes as well
+        self._wake.setblocking(False)  # if its buffer is full, the thread wakes too
         self._woken.setblocking(False)
         self.is_closed = False
         self._is_ending = False
@@ -172,7 +172,7 @@ class NodeLink:
             self._link.add_bytes(data)
 
     def wait_for_room(self, limit_s: float) -> bool:
-        """Wait until the node has taken most of what was sent, or is lost; False if it takes none for ``limit_s``."""
+        """Wait until the node has taken most of the messages, or is lost; False if it takes none for ``limit_s``."""
         with self._moved:
             while (waiting_bytes := self._waiting_bytes) > self._limits.full_bytes and not self.is_closed:
                 is_taken = lambda: self.is_closed or self._waiting_bytes < waiting_bytes  # noqa: E731

@@ -67,7 +67,7 @@ class RankLink:
     def end(self, *, limit_s: float, keep_s: float = 0.0) -> list[int]:
         """Ask the agents to end everything, and wait until they have; returns the nodes whose agent has not.
 
-        With ``keep_s`` an agent may stay for so long, for another session: its link ``is_kept`` then.
+        With ``keep_s``, an agent may stay that many seconds for another session: its link ``is_kept`` then.
         """
         for link in self.node_links:
             with contextlib.suppress(TransportError):
@@ -86,12 +86,12 @@ class RankLink:
             link.wait_for_end(limit_s=max(0.0, deadline - time.monotonic()))
 
     def wait_for_number(self, node: int, number: int, *, by: float, tell: Callable[[float], None]) -> None:
-        """Wait until the messages of a node up to ``number`` have arrived, or only this node is lost.
+        """Wait until the messages of a node up to ``number`` have arrived; return too when the node is lost.
 
         ``tell`` receives the share that has arrived, once a second.
 
-        Raises: CellTimeout when less than a twentieth of them arrives within ``catch_up_s``, or not all by ``by``; the
-        error that ended the session.
+        Raises: CellTimeout when less than a twentieth of them arrives within ``catch_up_s``, or not all by ``by``;
+        NodeLost when the loss of the node ends the session, or the error that ended it before.
         """
         link, limit_s = self.node_links[node], self.limits.catch_up_s
         deadline, enough = time.monotonic() + limit_s, link.last_number + 1
@@ -144,7 +144,7 @@ class RankLink:
         parts = []
         for node, since_s in self.broken_s(now=now).items():
             ranks = [rank for rank, owner in list(self.state.node_of.items()) if owner == node]
-            name, go_on = self.state.nodes[node], "goes on" if len(ranks) == 1 else "go on"
+            name, go_on = self.state.nodes[node], "continues" if len(ranks) == 1 else "continue"
             words = f"no connection to {name} for {since_s:.0f} s, trying again: {format_ranks(ranks)} {go_on}"
             why = self.node_links[node].why_broken
             parts.append(f"{words} ({why})" if why else words)
@@ -171,7 +171,8 @@ class RankLink:
         ``tell`` is called once a second while the latter are waited for, with those that run a cell. If a cell has just
         waited in vain for the same ranks, the next one of "run all" does not wait again.
 
-        Raises: SessionError when a rank is down, or still not idle after ``idle_s``; the error that ended the session.
+        Raises: SessionError when a rank is down, is not idle after ``idle_s`` or, without ``waits``, is busy; the
+        error that ended the session.
         """
         wanted = set(chosen)
         waited_for: set[int] = set()

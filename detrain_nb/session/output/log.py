@@ -25,7 +25,7 @@ BEGINNINGS, SHOWN_PERHAPS, NEW = range(3)  # the parts of a cell, in the order i
 _READ_BYTES = 1 << 20
 _MOST_LOOKED_AT_BYTES = 64 << 20
 _MOST_PIECES = 10_000  # of a cell
-_GROWN = 8  # at most so many times: a node may omit defaults and zeros that are written out here
+_GROWN = 8  # growth factor, at most: a node may omit defaults and zeros that are written out here
 _PREFIX = ".log-"
 _LOCK = "lock"  # file in the folder, locked for the lifetime of the log
 _WHAT_TO_DO = (
@@ -46,9 +46,7 @@ class OutputLog:
                 f"the log of the cells cannot be created under {base}: {exc.strerror}; {_WHAT_TO_DO}"
             ) from exc
         lock = None
-        with contextlib.suppress(
-            OSError, ImportError
-        ):  # without a lock, as on Windows, it is never removed as an orphan
+        with contextlib.suppress(OSError, ImportError):  # without a lock (Windows), it is never removed as an orphan
             lock = take_lock(self._folder / _LOCK, is_new=True)
         weakref.finalize(self, _remove, self._folder, lock)
         self._pieces: dict[int, list[tuple[int, int]]] = {}  # of each cell's file: part and bytes
@@ -58,7 +56,7 @@ class OutputLog:
     def append(self, message: Logged, *, part: int = NEW) -> None:
         """Append a message of a rank. A failed write sets ``error``, and nothing more of that cell is kept.
 
-        The cell itself goes on. Later cells are logged as soon as the disk has space again. Messages that several nodes
+        The cell keeps running. Later cells are logged as soon as the disk has space again. Messages that several nodes
         kept for this notebook arrive interleaved: each ``part`` of a cell is read as one.
         """
         if message.cell in self.lacking:
@@ -82,7 +80,7 @@ class OutputLog:
             pieces.append((part, len(data)))
 
     def cells(self) -> list[int]:
-        """Return the cells of which some output was kept."""
+        """Return the cells that have logged output."""
         return sorted(cell for cell, pieces in list(self._pieces.items()) if pieces)
 
     def read(self, cell: int) -> Iterator[Logged]:

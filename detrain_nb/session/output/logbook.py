@@ -1,4 +1,4 @@
-"""The log of all cells, with notes beside it: lost output, output no notebook has shown, unfinished lines."""
+"""The log of all cells, with notes beside it: lost output, output that no notebook has shown, unfinished lines."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .safe_output import clean_text, one_line, without_colours
 
 SAID_BEFORE_PERHAPS = "--- possibly shown before:"
 SAID_BEFORE_NEW = "--- not shown before:"
-_LONGEST_LINE_BYTES = 1 << 16  # so much of an unfinished line is passed to a later notebook
+_LONGEST_LINE_BYTES = 1 << 16  # this much of an unfinished line is passed to a later notebook
 _MOST_UNFINISHED_BYTES = 32 << 20  # of all of them
 _MOST_GAPS = 1000
 _PRINTED_BYTES, _LAST_LINE_CHARS = 1 << 11, 200

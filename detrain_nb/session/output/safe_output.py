@@ -131,7 +131,7 @@ def show_hidden(text: str) -> str:
 
 
 def quote(text: str) -> str:
-    """Quote a text of a node after our own words: cleaned, and no line of it passes for one of ours."""
+    """Clean a text of a node for use after our own words, so that no line of it passes for one of ours."""
     return behind_ours(show_hidden(text))
 
 
@@ -194,7 +194,9 @@ _UNSEEN = re.compile(rf"[\ufe00-\ufe0f{_BLANK}]")  # in a name; in a text, the f
 
 
 def safe_bundle(bundle: object, *, is_this_machine: bool, rest_is_in: str = "") -> Bundle:
-    """Return the part of a rich output that may be shown, always with a text/plain; long texts are cut.
+    """Return the part of a rich output that may be shown, always with a text/plain.
+
+    Long texts are cut before they are cleaned.
 
     ``rest_is_in``: the command that shows the rest; a text is cut sooner then.
     """

@@ -27,7 +27,7 @@ class ProcessGroups:
         self._groups = link.state.groups
 
     def mend_for_some(self) -> str:
-        """Recreate the groups for a cell that can do without; returns why there is none, once for the same ranks."""
+        """Recreate the groups for a cell on some ranks, which can run without; returns why that failed, only once."""
         if self._groups.is_given_up(self._state.incarnations) and not self._groups.all_have(self._state.ranks):
             return ""
         try:
@@ -35,15 +35,15 @@ class ProcessGroups:
         except (LaunchError, CellTimeout) as exc:
             self._groups.give_up(self._state.incarnations)
             return (
-                f"{exc}\nthere is no process group until it is replaced (%distributed restart -r RANKS), or its node "
-                "is left out (%distributed detach, then attach --without NODE)"
+                f"{exc}\nthere is no process group until that rank is replaced (%distributed restart -r RANKS) or its "
+                "node is left out (%distributed detach, then attach --without NODE)"
             )
         return ""
 
     def mend(self) -> None:
         """Recreate the default group when a cell has destroyed it, or its generation was ended.
 
-        Needs every rank idle, and waits for them, also for ranks that are lost meanwhile and restart.
+        Waits until every rank is idle, also for ranks that die in the meantime and restart.
         """
         for attempt in range(_ATTEMPTS):
             if self._groups.all_have(self._state.ranks):
@@ -81,7 +81,7 @@ class ProcessGroups:
             raise LaunchError(f"{format_ranks(failed)} could not make the process group: {quote(failed[min(failed)])}")
 
     def begin(self) -> None:
-        """Start a new generation if the ranks would not count the groups that cells make alike.
+        """Start a new generation if ranks may differ in their count of the groups that cells have made.
 
         That is the case when a rank is fresh, the last generation was ended, or the comparison was switched on or off.
         """
@@ -114,7 +114,7 @@ class ProcessGroups:
             return []
         lost = self._state.lost
         answering = {rank for rank in self._state.ranks if rank not in lost} - set(without_waiting_for)
-        # a starting rank may have been told to make it, if that crossed the report of a death
+        # a starting rank may have received NewGeneration, if that crossed the report of its death
         told = [rank for rank in self._state.ranks if rank not in lost or not lost[rank].down]
         ended = self._groups.expect_end(answering)
         self._link.send(EndGeneration(told, self._groups.number))

@@ -2,8 +2,8 @@
 
 A first press of stop raises KeyboardInterrupt on every rank. Ranks that wait in a collective or in the store cannot
 notice it: their generation of process groups is ended on every rank, and their wait with it. A rank that computes
-notices it when it returns to Python. A second press ends the generation without checking, a third replaces the ranks
-that are left. Presses are counted per cell for as long as a rank runs it, even if the prompt returned in between.
+in C notices it when it returns to Python. A second press ends the generation without checking, a third replaces the
+ranks that are left. Presses are counted per cell for as long as a rank runs it, even if the prompt returned in between.
 """
 
 from __future__ import annotations
@@ -77,9 +77,9 @@ class Rescue:
                 return
 
     def stop_in_the_way(self, runs: Iterable[Cell]) -> str:
-        """Press stop once more for those of ``runs`` that were already stopped: a cell that waits for them was stopped.
+        """Press stop once more on those of ``runs`` that were stopped before, as a waiting cell was stopped.
 
-        Returns a line with what happened to each, then advice about replaced ranks. Cells never stopped before go on.
+        Returns a line with what happened to each, then advice about replaced ranks. The other cells keep running.
         """
         words, replaced = [], {}
         for cell in sorted(runs, key=lambda cell: cell.number):
@@ -108,7 +108,7 @@ class Rescue:
     def make_way(self, cell: Cell, *, gap_s: float) -> None:
         """Give a front end that may be restarting its kernel time to leave the session, after stop was pressed.
 
-        Raises: SessionError when it has left: the cell then goes on without us.
+        Raises: SessionError when it has left: the cell then continues without us.
         """
         with contextlib.suppress(KeyboardInterrupt):
             cell.wait(gap_s)
@@ -122,16 +122,18 @@ class Rescue:
         return story.told()
 
     def after_failure(self, cell: Cell) -> str:
-        """Describe what the failure of ``cell`` means for its process groups; empty if they are as before."""
+        """End the process groups if the failed ``cell`` left them out of step; returns words on that, or nothing."""
         story = self._begin(cell)
         with contextlib.suppress(KeyboardInterrupt):  # the cell has ended
             self._end_what_is_out_of_step(story)
         return story.told_of_groups()
 
     def before_a_cell(self) -> str:
-        """Describe what happened to the process groups of cells stopped earlier, if all ranks have left them since.
+        """End the process groups if cells stopped earlier left them out of step; returns words on that, or nothing.
 
-        Raises: KeyboardInterrupt, when stop is pressed while the groups are checked or ended.
+        Cells that some rank still runs are checked the next time.
+
+        Raises: KeyboardInterrupt when stop is pressed while the groups are checked or ended.
         """
         words = ""
         unfinished, self._unfinished = self._unfinished, []
@@ -171,7 +173,7 @@ class Rescue:
             self._link.send(Replace(list(left), cell.number))
             if not cell.wait(self._limits.replace_s):
                 story.verdicts = self._judge(story)
-            story.replaced = tuple(rank for rank in left if rank in cell.lost)  # another one's end was just arriving
+            story.replaced = tuple(rank for rank in left if rank in cell.lost)  # the others ended it before
 
     def _interrupt(self, cell: Cell) -> None:
         if cell.running:
@@ -240,8 +242,8 @@ class Rescue:
         cell = story.cell
         everyone = self._state.ranks
         before: dict[int, Position] = self._link.locate(cell.running, stack=False)
-        for rank, position in before.items():  # asked after the cell was sent, if it was sent at all
-            if position.state == "idle":  # its end, due before this answer, was lost
+        for rank, position in before.items():
+            if position.state == "idle":  # it never got the cell, or its end of the cell, due before this, was lost
                 with self._state.held():
                     cell.withdraw(rank)
         cell.wait(self._limits.judge_gap_s)
@@ -252,7 +254,7 @@ class Rescue:
 
 
 class _Story:
-    """What was seen and done while a cell was stopped."""
+    """A record of what was seen and done while a cell was stopped."""
 
     def __init__(self, cell: Cell, *, is_reachable: Callable[[int], bool]) -> None:
         self.cell = cell
@@ -292,7 +294,7 @@ class _Story:
         return describe_new_groups(self.stale, is_wanted=self.is_group_wanted)
 
     def describe_left(self, *, is_cell_shown: bool = False) -> str:
-        """Describe where the ranks are that still run the cell, and what the user can do.
+        """Describe where the ranks that still run the cell are, and what the user can do.
 
         ``is_cell_shown``: the notebook waits for them; else it has its prompt again, and its stop button has no effect.
         """
@@ -300,7 +302,7 @@ class _Story:
         left = [rank for rank in self.cell.running if rank not in away]
         if away:
             _, _, their, _ = _pronouns(away)
-            words = f"{format_ranks(away)}: no connection to {their} node; the stop takes effect when it is back"
+            words = f"{format_ranks(away)}: no connection to {their} node; the stop takes effect after reconnecting"
             return f"{words}\n{self._describe_there(left, is_cell_shown=is_cell_shown)}" if left else words
         return self._describe_there(left, is_cell_shown=is_cell_shown)
 

@@ -42,7 +42,7 @@ class CellExecution:
         """Send the cell to its ranks and wait until they have ended it.
 
         Ranks that can only be waiting for a rank that has failed, or that does not run the cell, are stopped; returns
-        a description of what happened to them, or nothing.
+        a description of what happened to them, or an empty string.
         Raises: CellTimeout, CellInterrupted, RankLost, NodeLost. After KeyboardInterrupt, ``stop_gap_s`` passes before
         the ranks are interrupted: a front end that restarts its kernel interrupts it first.
         """
@@ -135,7 +135,10 @@ class CellExecution:
         return [f"{begun}ranks used tensors of different sizes in one collective or message{what_to_do}"]
 
     def _told_of_fresh(self, *, is_told: bool = False) -> list[str]:
-        """Return advice about the ranks that were lost, and note that the user has been told."""
+        """Return advice about the lost ranks, and record that the user has been told.
+
+        ``is_told``: the text before it already says how these ranks ended.
+        """
         lost = self._cell.lost
         self._state.note_told(lost)
         return advice(lost, world_size=self._state.world_size, is_told=is_told)

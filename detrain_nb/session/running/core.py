@@ -46,7 +46,7 @@ class Core:
         self.rescue = Rescue(self.link, self.process_groups)
         self.settings = SessionSettings(self.link, self.process_groups, self.require_alive)
         self.is_stopped = False
-        self.is_left = False  # detached: its ranks go on
+        self.is_left = False  # detached: its ranks continue
 
     @property
     def is_alive(self) -> bool:
@@ -127,7 +127,7 @@ class Core:
                 observer.waiting("")
 
     def mend_group(self, chosen: Iterable[int], observer: CellObserver | None) -> None:
-        """Have all ranks make a group again, if ``chosen`` are all ranks, or no rank is busy or lost.
+        """Have all ranks make a group, or begin a generation, if ``chosen`` are all ranks or no rank is busy or lost.
 
         If the others cannot make it, ``chosen`` go on without a group.
         """

@@ -31,6 +31,7 @@ class RankResult:
 
     ``value`` is that of the cell's last expression if it can travel, else its text (``TextOnly``), None if there is
     none; ``bundle`` is its rich form, {mime type: data}, safe to show. ``seconds`` is the time measured on the rank.
+    ``error`` is None: when a rank fails, `Session.run_cell` raises RankError, which has the errors of all ranks.
     """
 
     rank: int
@@ -60,7 +61,10 @@ class RankResult:
 
 
 class CellResult:
-    """How a cell ended on every rank that ran it. ``result[3]`` is rank 3's; iterating yields the ranks' results."""
+    """How a cell ended on every rank that ran it. ``cell`` is its number, as in ``session.log``.
+
+    ``result[3]`` is the RankResult of rank 3; iterating yields those of all ranks, in their order.
+    """
 
     def __init__(self, cell: int, ranks: dict[int, RankResult]) -> None:
         self.cell = cell
@@ -68,6 +72,7 @@ class CellResult:
 
     @property
     def ranks(self) -> tuple[int, ...]:
+        """The ranks that ran the cell, in ascending order."""
         return tuple(self._ranks)
 
     @property

@@ -96,7 +96,7 @@ class SessionSettings(SlotsOnly):
             return ""
         self._groups.check(is_on)
         if self._state.busy:
-            return "a cell is running: this applies to process groups made later, after %distributed restart to all"
+            return "a cell is running: this applies to the next process groups, and to all after %distributed restart"
         if not self._groups.any_has:
             return ""
         return describe_new_groups(self._process_groups.end(), is_wanted=self.wants_group)

@@ -70,7 +70,7 @@ class RankStart:
             if not isinstance(value, str):
                 raise SpecError(f"env {key}: give a str, not {type(value).__name__}")
             if not key or "=" in key or "\0" in key + value:
-                raise SpecError(f"{key!r} is not a valid environment variable")
+                raise SpecError(f"{key!r} is not a valid environment variable name")
         torch_distributed = sys.modules.get("torch.distributed")
         if torch_distributed is not None and torch_distributed.is_available() and torch_distributed.is_initialized():
             raise SessionError(
@@ -307,7 +307,7 @@ def _disputed(session: str, rank: int, who_has: str, noted: str) -> SessionError
 
 
 def _catch_up(core: Core, node: int, number: int, say: Say, *, by: float) -> None:
-    """Receive what was missed from a node. A node that is too slow is lost; if it is the first, so is the session.
+    """Receive what this notebook missed of a node; a node that is too slow is lost, the first one with the session.
 
     Raises: CellTimeout; the error that ended the session.
     """
@@ -327,7 +327,8 @@ def _catch_up(core: Core, node: int, number: int, say: Say, *, by: float) -> Non
 def _wait_until_up(core: Core) -> None:
     """Wait for ranks that were still starting when their notebook left.
 
-    A node whose ranks do not come up is lost; the first node ends the session.
+    A node other than the first is lost when its ranks do not come up.
+    Raises: SessionError when ranks of the first node do not; the error that ended the session.
     """
     state = core.state
 
@@ -371,7 +372,9 @@ def _what_runs(attached: Mapping[int, Attached], names: Sequence[str], *, world_
             f"the agent of session {session!r} sent no rank layout; kill its process (pid {attached[0].pid})"
         )
     if 0 not in nodes[0].ranks:
-        raise SessionError(f"rank 0 of session {session!r} is not on the first node: give all nodes as at its start")
+        raise SessionError(
+            f"rank 0 of session {session!r} is not on the first node: give all nodes, in the order of its start"
+        )
     known = {rank for node in nodes for rank in node.ranks}
     if missing := tuple(rank for rank in range(world_size) if rank not in known):
         absent = next((node for node in range(len(names)) if node not in attached), None)

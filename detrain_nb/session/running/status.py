@@ -28,9 +28,10 @@ _BAD = "background:#f8d7da;color:#842029"  # as in doctor/report.py
 
 @dataclass(frozen=True)
 class RankStatus:
-    """One rank: ``line`` is the line of the running cell (0: none), ``seconds`` the duration of its last cell.
+    """One rank: ``cell`` and ``line`` are where it is (0: none), ``seconds`` the duration of its last cell.
 
-    ``pid`` is 0 while it has no process.
+    ``state`` is a word or two, such as idle, running or down. ``pid`` is 0 while it has no process. ``rss_bytes`` is
+    its resident memory, 0 if unknown.
     """
 
     rank: int

@@ -56,9 +56,9 @@ class RankVariable:
 class Preview:
     """A preview of variable ``name`` of ``rank``: ``rows`` under ``columns``, or ``text``; ``note`` says how much.
 
-    For numbers: ``facts`` (min, max, mean, std), the counts of ``nans`` and ``infinite`` ones, and ``bins`` of a
-    histogram from min to max; if ``sampled`` is not 0, of that many sampled numbers. ``travels``: its type can be
-    pulled.
+    For numbers: ``facts`` (min, max, mean, std), the counts of ``nans`` and ``infinite`` values, and ``bins`` of a
+    histogram from min to max; if ``sampled`` is not 0, they cover only that many sampled numbers. ``travels``: its type
+    can be pulled.
     """
 
     name: str

@@ -91,7 +91,7 @@ def _wait(core: Core, request: Request, asked: Collection[int], *, limit_s: floa
 
 
 def _answer(request: Request, rank: int) -> object:
-    """Return the answer of a rank. Raises: DetrainError with its refusal; without a text if it did not answer."""
+    """Return the answer of a rank. Raises: DetrainError with its refusal, or with an empty text without an answer."""
     answer = request.answers.get(rank)
     if isinstance(answer, RequestFailed):
         raise SessionError(f": {quote(answer.error)}")

@@ -180,7 +180,10 @@ class Cell:
         self._hosts.update(hosts)
 
     def shown_so_far(self) -> Callable[[], bool]:
-        """Return a function that says if all taken so far has been shown; without observers, if the cell has ended."""
+        """Return a function that returns True once all taken so far has been shown.
+
+        Without observers: once the cell has ended, or no more messages can arrive.
+        """
         question = self.observers.shown_so_far() if self.observers else None
 
         def is_shown() -> bool:

@@ -23,7 +23,7 @@ class CellObserver(Protocol):
     draws: bool = False  # it follows the cursor: ``output`` also receives sequences that move the cursor or erase
 
     def begin(self, number: int) -> None:
-        """Begin: the cell is about to be sent to its ranks as cell ``number``; it may have waited for them before."""
+        """Prepare to show cell ``number``, which is about to be sent to its ranks; it may have waited for them."""
 
     def output(self, rank: int, stream: str, text: str) -> None:
         """Show text that a rank wrote to ``stream`` ("stdout" or "stderr"); its only control sequences are colours."""

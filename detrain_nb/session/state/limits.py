@@ -15,7 +15,15 @@ _MOST = 1 << 32  # Python's clocks overflow at twice as many seconds
 class Limits:
     """Limits of one session: `Session.start(limits=...)`, later `session.settings.limits`. Times are in seconds.
 
-    Raises: SpecError for an unknown name, or a value that is not a number from 0 up.
+    limits = Limits(start_s=300, value_s=3600)  # from detrain_nb.session.state.limits
+    session.settings.limits.end_s = 20
+
+    Slow machines or networks may need larger ones of these: ``start_s`` (for the next rank to come up), ``attach_s``
+    (for a node to answer an attach), ``end_s`` (for the ranks to stop), ``idle_s`` (how long a cell waits for a rank
+    that was stopped or is starting), ``value_s`` (for a pull, push or broadcast), ``group_s`` (to make a process
+    group).
+
+    Raises: SpecError for an unknown name, or a value that is not a number from 0 to 2**32.
     """
 
     # start, attach and stop

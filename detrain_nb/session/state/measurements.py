@@ -108,16 +108,16 @@ def _known(value: float) -> float | None:
 
 
 def check_measured(said: Measured) -> None:
-    """Check that the lists have matching lengths and the numbers are in range. Raises: WireError."""
+    """Check the lengths of the lists, the number of GPUs and the range of each number. Raises: WireError."""
     if len(set(said.ranks)) < len(said.ranks):
         raise WireError("a node reports measurements of a rank twice")
     of_ranks = (said.cpu_percent, said.rss_bytes, said.steps_per_s, said.cells, said.gpus)
     of_gpus = (said.gpu_percent, said.gpu_used_bytes, said.gpu_total_bytes)
     num_gpus = len(said.gpu_names)
     if any(len(numbers) != len(said.ranks) for numbers in of_ranks) or num_gpus > _MOST_GPUS:
-        raise WireError(f"measurements of {len(said.ranks)} ranks and {num_gpus} GPUs have lists of other lengths")
+        raise WireError(f"the lists with measurements of {len(said.ranks)} ranks and {num_gpus} GPUs do not match")
     if any(len(numbers) != num_gpus for numbers in of_gpus):
-        raise WireError(f"measurements of {num_gpus} GPUs have lists of other lengths")
+        raise WireError(f"the lists with measurements of {num_gpus} GPUs do not match")
     _check_range("cpu_percent", said.cpu_percent, -1, Measured.MOST_PERCENT)
     _check_range("rss_bytes", said.rss_bytes, 0, _MOST_BYTES)
     _check_range("steps_per_s", said.steps_per_s, -1, Measured.MOST_STEPS_PER_S)

@@ -88,7 +88,7 @@ class MessageChecks:
                 self._check_by(self._owners.first, message)
         if isinstance(message, Logged):
             if not is_attached:
-                raise WireError(f"rank {message.rank} sent output of a cell before its node was attached to")
+                raise WireError(f"rank {message.rank} sent a message about a cell before its node was attached to")
             self.check_cell(message)
         if isinstance(message, Display) and len(message.display_id) > _MOST_ID_CHARS:
             raise WireError(
@@ -103,7 +103,7 @@ class MessageChecks:
     def check_cell(self, message: Logged | Unfinished) -> None:
         """Check that the cell of a message was run. Raises: WireError."""
         if not self._history.knows(message.cell):
-            raise WireError(f"rank {message.rank} sent output of cell {message.cell}, which was not run")
+            raise WireError(f"rank {message.rank} sent a message about cell {message.cell}, which was not run")
 
     def _check_memory(self, message: Attached | RanCell | Unfinished, node: int, *, is_attached: bool) -> None:
         """Check that what an agent remembers arrives before it is attached to, and is bounded."""

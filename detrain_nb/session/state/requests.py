@@ -46,7 +46,7 @@ class Request:
         return self._left_as
 
     def leave_as(self, what: str) -> None:
-        """Stop waiting while ranks go on with the request; ``what`` names what they do."""
+        """Stop waiting while ranks continue with the request; ``what`` names what they do."""
         self._left_as = what
 
     def take(self, message: Any) -> None:
@@ -132,7 +132,10 @@ class Request:
         return values.unpack(arrived.description, [arrived.buffers[index] for index in range(len(sizes))])
 
     def _take_announcement(self, rank: int, message: Value) -> None:
-        """Announce a value; if memory cannot hold it and those still arriving, the request fails. Raises: WireError."""
+        """Take the announcement of a value; fail the request if it does not fit in memory with those still arriving.
+
+        Raises: WireError when the announcement is invalid.
+        """
         to_come_bytes = sum(arriving.to_come_bytes for arriving in self._arriving.values())
         ask = partial(require_room, what=f"{message.name} of {format_ranks([rank])}", advice=_NO_ROOM)
         try:

@@ -156,7 +156,7 @@ class SessionState:
         self._told: dict[int, dict[int, list[RanCell | Unfinished]]] = {}  # by node being attached to, and by cell
         self._left: set[int] = set()  # cells that an earlier notebook left running: no thread waits for them
         self._on_end: dict[int, list[Callable[[Cell], None]]] = {}
-        # Without ``Logged`` messages, the output of cells: see ``_take``.
+        # For all messages but those of cells (``Logged``), which ``_take_of_cell`` handles.
         self._handlers: dict[type[Message], Callable[[Any, int, int], None]] = {
             RankEnded: lambda message, number, node: self._take_end_of_rank(
                 message, is_missed=node not in self._attached or self._is_missed(number, node)
@@ -434,7 +434,7 @@ class SessionState:
 
     @_one_at_a_time
     def lose_node(self, node: int, reason: str) -> None:
-        """Lose a node with its ranks; losing the first node fails the session."""
+        """Lose a node with its ranks; fail the session if it is the first node, or if a start is not complete."""
         if self._failure or node in self._lost_nodes:
             return
         if self._takes_all_with_it(node):
@@ -507,7 +507,7 @@ class SessionState:
 
     @_one_at_a_time
     def note_handled(self, missing: int, node: int) -> None:
-        """Notice a gap of ``missing`` messages before a numbered one that the node has not explained."""
+        """Report a gap of ``missing`` messages before a numbered one, which the node has not explained."""
         if not missing:
             return
         many = f"{missing:,}" if missing < _VERY_MANY else "very many"
@@ -535,7 +535,7 @@ class SessionState:
 
     @_one_at_a_time
     def mark_shown(self, node: int = 0) -> ShownMark:
-        """Return a mark that tells when all taken so far has been shown; for ``node`` to keep."""
+        """Return a mark that tells when all taken so far has been shown, with the unfinished lines of ``node``."""
         questions = [cell.shown_so_far() for cell in list(self._cells.values())]
         is_waiting, fresh = self._is_showing_missed, self._fresh
 

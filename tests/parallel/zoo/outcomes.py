@@ -17,14 +17,16 @@ REFUSED: Outcomes = {
     "PaliGemma": {"pp": _BESIDE},
     "SAM": {"pp": _BESIDE},
     # In evaluation it gives its memory too, of every layer.
-    "XLNet": {"pp": r"with this batch, evaluating, the model cannot be cut at .*: besides its input,"},
+    "XLNet": {"pp": r"with this batch in evaluation mode the model cannot be cut at .*: besides its input,"},
     "hooks behind accumulation": {"tp": _HOOK, "dp_shard": _HOOK},
     "max_norm": {"tp": _WRITTEN, "dp_shard": _WRITTEN},
     "Encodec": {
         "pp": r"output\['audio_codes'\] of the model has shape \(1, 2, 1, 64\) for 2 rows: .* return it with the rows"
     },
     # In evaluation it fills a cache of a layer, which another call reads.
-    "LeViT": {"pp": r"evaluating, .*attention_bias_cache, which the model keeps for its next call, is not a buffer"},
+    "LeViT": {
+        "pp": r"evaluation mode .*attention_bias_cache, which the model keeps for its next call, is not a buffer"
+    },
     # In evaluation it divides weights of later layers.
     "RWKV": {"dp_shard": r"forward writes into its parameter rwkv\.blocks\.0\.attention\.output\.weight and 3 more"},
     "parameter hooks": {"tp": _HOOK, "dp_shard": _HOOK},
