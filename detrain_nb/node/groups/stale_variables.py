@@ -40,7 +40,7 @@ _Known = dict[int, tuple[set[str], weakref.ref[Any]]]  # by object id: the objec
 
 
 class StaleVariables:
-    """The variables that cells made with groups that have been ended since."""
+    """The variables that cells made with groups that no longer exist."""
 
     def __init__(self) -> None:
         self._known: _Known = {}

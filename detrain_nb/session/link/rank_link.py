@@ -134,7 +134,7 @@ class RankLink:
         return self.node_links[0].is_closed
 
     def detach(self, *, is_seen: bool) -> None:
-        """Hang up; agents and ranks go on. ``is_seen``: see ``NodeLink.close``."""
+        """Hang up; agents and ranks continue. ``is_seen``: see ``NodeLink.close``."""
         left = f"this kernel has disconnected from session {self._session!r}, whose ranks keep running"
         self.state.fail(SessionError(f"{left}: %distributed attach {self._session} reconnects to them"))
         self._close(is_seen=is_seen)

@@ -151,7 +151,7 @@ class ProcessGroups:
 
 
 def describe_new_groups(stale: Sequence[str], *, is_wanted: bool = True) -> str:
-    """Say what happens after a generation was ended; ``stale`` are the variables made with it."""
+    """Describe what happens after a generation was ended; ``stale`` are the variables made with it."""
     again = create_again(stale) if stale else ""
     if is_wanted:
         return "the process groups are recreated before the next cell" + (f": {again}" if again else "")
