@@ -56,6 +56,11 @@ def describe_seconds(seconds: float) -> str:
     return f"{whole} s"
 
 
+def create_again(names: Sequence[str]) -> str:
+    """Advise to create variables again: ``run the cell that creates model again``."""
+    return f"run the cell{'s' * (len(names) > 1)} that create{'s' * (len(names) == 1)} {', '.join(names)} again"
+
+
 def escape(char: str) -> str:
     """Write a character as an escape of Python source."""
     return char.encode("unicode_escape").decode()

@@ -84,7 +84,11 @@ _TENSOR_DTYPES = {  # the bytes of an element, and numpy's name
 
 _ITEM, _KEY, _ELEMENT = "{}[{}]", "a key of {}", "an element of {}"
 _INSTEAD = {  # an attribute of a type -> what to use in place of its value
-    "state_dict": "use {}.state_dict() instead",
+    "state_dict": "assign {}.state_dict() to a variable and copy that instead",
+    "share_statistics": (  # of parallel.ParallelModel
+        'run training.export_safetensors("out", {}) on all ranks; then rank 0\'s host has its weights in out/'
+        " (from another machine: %distributed get out --nodes HOST)"
+    ),
     "full_tensor": "use {0}.to_local() instead, or {0}.full_tensor() called on every rank",
     "as_subclass": "use a plain torch.Tensor instead",
     "to_numpy": "use {}.to_numpy() instead",
@@ -341,7 +345,9 @@ class _Packer:
 
     def _pack_tensor(self, tensor: torch.Tensor) -> Json:
         if any(step.template is not _ITEM for step in self._trail):
-            raise self._refuse(tensor, advice="identity, by which keys are found, does not travel; use a name instead")
+            raise self._refuse(
+                tensor, advice="such a key is found by its identity, which a copy lacks; use a name instead"
+            )
         if problem := _tensor_problem(tensor):
             raise self._refuse(tensor, what=problem[0], advice=problem[1])
         self._require_room(tensor.numel() * tensor.element_size())

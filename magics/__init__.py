@@ -65,7 +65,7 @@ def unload_ipython_extension(ipython: Any) -> None:
     setattr(ipython, _UNLOADED, magics)
     if magics.session is not None:
         print(
-            "the session keeps running: %load_ext detrain_nb continues with it; it ends with this kernel, or by "
+            "the session keeps running: %load_ext detrain_nb brings it back; it ends with this kernel, or with "
             "%distributed stop"
         )
     for act in undo:

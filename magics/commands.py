@@ -59,9 +59,10 @@ class SessionCommands:
         session = self._holder.session
         if session is not None and session.is_alive:
             if different := self._holder.differs(wanted):
+                change = f"restart -n {wanted.count}" if different == ["-n"] else "stop first"
                 raise UsageError(
                     f"%distributed start: the session with {count_ranks(len(session.ranks))} was started with another "
-                    f"{', '.join(different)}; to change that, %distributed stop first (all variables are lost)"
+                    f"{', '.join(different)}; to change that, %distributed {change} (all variables are lost)"
                 )
             print(f"session {session.name!r} is already running with {count_ranks(len(session.ranks))}")
             return
@@ -161,7 +162,7 @@ class SessionCommands:
     def _detach(self, args: Any) -> None:
         session = self._holder.running()
         self._holder.detach()
-        print(f"detached: the ranks keep running; %distributed attach {session.name} continues with them")
+        print(f"detached: the ranks keep running; %distributed attach {session.name} reconnects to them")
 
     def _status(self, args: Any) -> None:
         display(self._holder.running().status())
@@ -216,7 +217,7 @@ class SessionCommands:
         self._say(session.log.describe_replay(replayed, are_chosen=cells is not None) + "\n")
         for cell, error in replayed.items():
             if error is not None:
-                self._say(f"cell {cell} failed: {error}\n", "stderr")
+                self._say(f"cell {cell}: {error}\n", "stderr")
 
     def _config(self, args: Any) -> None:
         holder = self._holder
@@ -323,7 +324,8 @@ def _cells(session: Session) -> str:
         first = next((line.strip() for line in ran.code.splitlines() if line.strip()), "")
         on = "" if len(ran.ranks) == len(session.ranks) else f"[{short_ranks(ran.ranks)}] "
         kept = f" (output is incomplete: {lacking[ran.cell]})" if ran.cell in lacking else ""
-        nothing = " (not kept here)" if ran.cell in session.log.cells_before else " (printed nothing)"
+        is_before = ran.cell in session.log.cells_before
+        nothing = " (ran before the attach: output not kept)" if is_before else " (printed nothing)"
         state = " (running)" if ran.cell in running else kept or ("" if ran.cell in printed else nothing)
         lines.append(f"cell {ran.cell}: {on}{one_line(first[:_CODE_CHARS])}{state}\n")
     return "".join(lines) or "no cell has run\n"

@@ -20,6 +20,7 @@ from ..deploy.start_steps import StartWatch, ignore_step
 from ..errors import LaunchError, SessionError, TransportError, count_ranks
 from ..plan import DEVICES, parse_ranks
 from ..session.session import LINGER_S, Session, end_session
+from ..text import HERE
 from .candidates import similar_nodes
 from .notebook import connection_file, kernel_name, session_name
 from .options import Settings
@@ -168,7 +169,7 @@ class SessionHolder:
         is_left = there is not None and there.is_left and there.holder == self.name
         if there and there.nodes and wanted.nodes is None and not (wanted.fresh or is_left):
             raise SessionError(  # its ranks would keep running, and no longer be found under this name
-                f"session {name!r} is already running, {there}: %distributed attach {name} continues with it, "
+                f"session {name!r} is already running, {there}: %distributed attach {name} reconnects to it, "
                 "%distributed start --fresh stops it first, --name starts this one under another name"
             )
         if there and (wanted.fresh or is_left):
@@ -357,6 +358,8 @@ class SessionHolder:
         """Return the session, started if needed. Raises: SessionError; UsageError for another number of ranks."""
         if self.session is None:
             wanted = self._wanted_by_cell(count, force=force)
+            if ranks and not wanted.nodes:
+                self._require_no_hosts(ranks)
             if wanted.count and not wanted.nodes and ranks and _NUMBERS.fullmatch(ranks):
                 parse_ranks(ranks, world_size=wanted.count)  # before ranks are started that the cell cannot use
             return self.start(wanted)
@@ -372,6 +375,16 @@ class SessionHolder:
                 f"to have {count}, %distributed restart -n {count} (all variables are lost)"
             )
         return self.session
+
+    def _require_no_hosts(self, ranks: str) -> None:
+        """Raise UsageError when ``ranks`` names hosts: a cell starts ranks on this machine alone."""
+        parts = [part.strip() for part in ranks.split(",")]
+        if hosts := [part for part in parts if part and part not in ("all", HERE) and not _NUMBERS.fullmatch(part)]:
+            there = f"\n{self.what_is_there}" if self.what_is_there else ""
+            raise UsageError(
+                f"no session is running, so no rank or host is called {hosts[0]!r}: start a session on hosts with "
+                f"%distributed start --nodes {','.join(hosts)}{there}"
+            )
 
     def _wanted_by_cell(self, count: int | None, *, force: bool) -> StartOptions:
         """Return options for ranks on this machine, or on the hosts where a kernel restart left a session."""

@@ -429,7 +429,7 @@ def _add_start(parser: argparse.ArgumentParser) -> None:
         "--start",
         choices=("fork", "exec"),
         default="fork",
-        help="fork: import torch once and fork the ranks; exec: plain torchrun",
+        help="fork: import torch once and fork the ranks (fast); exec: plain torchrun, if code fails after a fork",
     )
 
 

@@ -28,7 +28,7 @@ def describe_beside(notebook: str, started: str) -> list[str]:
     """Describe the other sessions of ``notebook``, and what to do with them, when it starts ``started``."""
     return [
         f"session {name} of this notebook stays next to the new one ({known}): %distributed detach, then "
-        f"%distributed attach {name} continues with it; %distributed stop {name} stops it; {known.own_end}"
+        f"%distributed attach {name} reconnects to it; %distributed stop {name} stops it; {known.own_end}"
         for name, known in waiting_sessions(notebook).items()
         if name != started
     ]
@@ -37,8 +37,9 @@ def describe_beside(notebook: str, started: str) -> list[str]:
 def _describe(name: str, known: KnownSession, notebook: str) -> list[str]:
     is_named = name != notebook
     which, anew = (f" {name}", "") if is_named else ("", "%distributed restart starts new ranks, ")
+    state = "was left running" if known.nodes else "is still running"  # on hosts, it may have ended meanwhile
     lines = [
-        f"session {name} of this notebook was left running ({known}): %distributed attach{which} continues with it and "
+        f"session {name} of this notebook {state} ({known}): %distributed attach{which} reconnects to it and "
         f"shows missed output, {anew}%distributed stop{which} stops it; {known.own_end}"
     ]
     if known.is_left and known.holder == notebook:

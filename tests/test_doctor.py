@@ -375,7 +375,7 @@ def test_python_without_torch_is_told_what_the_others_have(testbed: Testbed, mak
     remote = shlex.split(problem.command)
     assert remote[:2] == ["ssh", "h0"]
     assert shlex.split(remote[2])[:5] == [python, "-m", "pip", "install", f"torch=={torch.__version__}"]
-    assert "the notebook's is copied there" in report.cell("IPython", "h0").text
+    assert "the notebook's is copied automatically" in report.cell("IPython", "h0").text
     assert report.cell("reaches", "h0").state == "good"
 
 
@@ -488,7 +488,7 @@ def test_hostile_texts_are_escaped_and_lose_control_characters(examine_liar: Cal
     for shown in (text, html):
         assert all(char.isprintable() or char == "\n" for char in shown)
     assert not any(line.startswith("- h1") for line in text.splitlines())
-    [problem] = [problem for problem in report.problems if problem.check == "our folder"]
+    [problem] = [problem for problem in report.problems if problem.check == "cache folder"]
     remote = shlex.split(problem.command)
     assert remote[:2] == ["ssh", "h0"]
     assert len(shlex.split(remote[2])) == 3
@@ -688,16 +688,16 @@ def test_fix_closes_our_folder_and_makes_it_where_it_is_missing(testbed: Testbed
     loose.chmod(0o755)
     try:
         report = _examine(testbed, _with_python(testbed, sys.executable))
-        assert _states(report, "h0")["our folder"] == "warning"
-        assert "chmod 700" in report.cell("our folder", "h0").command
+        assert _states(report, "h0")["cache folder"] == "warning"
+        assert "chmod 700" in report.cell("cache folder", "h0").command
         fixed = fix(report)
         assert stat.S_IMODE(loose.stat().st_mode) == 0o700
         made = testbed.path_home("h1") / ".cache/detrain_nb"
         assert stat.S_IMODE(made.stat().st_mode) == 0o700
         assert [line.split(":")[0] for line in fixed.done] == ["h0", "h1"]
-        assert not any(problem.check == "our folder" for problem in fixed.left)
+        assert not any(problem.check == "cache folder" for problem in fixed.left)
         assert "fixed on h0: chmod 700" in repr(fixed)
-        assert not _states(_examine(testbed), "h0").get("our folder")
+        assert not _states(_examine(testbed), "h0").get("cache folder")
     finally:
         for host in ("h0", "h1"):
             shutil.rmtree(testbed.path_home(host) / ".cache", ignore_errors=True)
@@ -708,9 +708,9 @@ def test_fix_leaves_what_is_not_ours_to_the_user(testbed: Testbed, home: Path) -
     (home / ".cache/detrain_nb").write_text("a file")
     first, _ = _nodes(testbed)
     report = _examine(testbed, [first, first.model_copy(update={"name": "again", "python": "nopython"})])
-    assert "is not a directory" in report.cell("our folder", "h0").text
+    assert "is not a directory" in report.cell("cache folder", "h0").text
     fixed = fix(report)
     assert fixed.done == ()
-    assert {problem.check for problem in fixed.left} == {"our folder", "python"}
+    assert {problem.check for problem in fixed.left} == {"cache folder", "python"}
     assert (home / ".cache/detrain_nb").read_text() == "a file"
-    assert "left for you:\n- h0, our folder:" in repr(fixed)
+    assert "left for you:\n- h0, cache folder:" in repr(fixed)

@@ -26,7 +26,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from detrain_nb import values
+from detrain_nb import parallel, values
 from detrain_nb.errors import ValueNotSupported, WireError
 from detrain_nb.values import MAX_DESCRIPTION_BYTES, buffer_sizes, pack, unpack
 
@@ -489,10 +489,14 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     "masked": (lambda: np.ma.array([1]), "MaskedArray and cannot travel: use x.filled() instead"),
     "matrix": (lambda: np.array([1]).view(np.recarray), "recarray and cannot travel: use numpy.asarray(x) instead"),
     "array of 40 dims": (lambda: np.zeros([1] * 40), "numpy array of dtype float64 with 40 dimensions"),
-    "module": (lambda: [torch.nn.ReLU()], "ReLU and cannot travel: use x[0].state_dict() instead"),
+    "module": (lambda: [torch.nn.ReLU()], "ReLU and cannot travel: assign x[0].state_dict() to a variable and "),
+    "parallelized": (
+        lambda: parallel.WholeModel(torch.nn.ReLU(), device="cpu"),
+        'WholeModel and cannot travel: run training.export_safetensors("out", x) on all ranks',
+    ),
     "optimizer": (
         lambda: torch.optim.SGD([torch.ones(1)]),
-        "x is a torch.optim.sgd.SGD and cannot travel: use x.state_dict() instead",
+        "x is a torch.optim.sgd.SGD and cannot travel: assign x.state_dict() to a variable and copy that instead",
     ),
     "dtype": (lambda: torch.float32, "x is a torch.dtype and cannot travel: use str(x) instead"),
     "device": (lambda: torch.device("cpu"), "x is a torch.device and cannot travel: use str(x) instead"),
@@ -515,7 +519,7 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     "subclass": (torch.nn.UninitializedParameter, "UninitializedParameter and cannot travel: use a plain torch.Tensor"),
     "tensor as a key": (
         lambda: {torch.ones(1): 1},
-        "a key of x is a torch.Tensor and cannot travel: identity, by which keys are found, does not",
+        "a key of x is a torch.Tensor and cannot travel: such a key is found by its identity, which a copy lacks",
     ),
     "tensor in a set": (lambda: {(1, torch.ones(1))}, "an element of x[1] is a torch.Tensor and cannot travel"),
 }

@@ -209,10 +209,9 @@ class BoardView(LiveView):
 
         def run_again() -> str:
             replayed = self._session.log.replay(chosen)
-            failed = [cell for cell, error in replayed.items() if error is not None]
             words = f"on {format_ranks(chosen)}:\n{self._session.log.describe_replay(replayed)}"
-            if failed:
-                raise DetrainError(f"{words}\nfailed: {short_ranks(failed)}")
+            if any(replayed.values()):
+                raise DetrainError(words)
             return words
 
         self._order(f"replay on {format_ranks(chosen)}", run_again)

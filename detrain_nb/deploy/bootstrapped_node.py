@@ -281,7 +281,8 @@ class BootstrappedNode(ABC, Generic[_Connection]):
         self.is_forwarded = not self.node.address and is_address(peer) and peer != self.address
         if not facts.versions.get("torch"):
             install = f"install it there ({facts.python} -m pip install torch)"
-            raise LaunchError(f"torch is missing in {facts.python}: {install}, or set another python")
+            another = 'set python = "/path/to/python" in a nodes file'
+            raise LaunchError(f"torch is missing in {facts.python}: {install}, or {another}")
 
     def _choose_work_folder(self, facts: NodeFacts, session: str) -> None:
         self._work_folder = _expand(self.node.workdir or f"{facts.cache}/work/{session}", facts.home)

@@ -85,7 +85,7 @@ class KnownSession:
         """Clause that says how long the session's ranks wait for a notebook before they exit."""
         linger_s = self.started.linger_s if self.started else None
         after = "some time" if linger_s is None else _duration(linger_s)
-        return f"without a notebook it ends by itself after {after}"
+        return f"it ends {after} after its notebook leaves"
 
 
 def known_sessions() -> dict[str, KnownSession]:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 __all__ = ["FOLDER", "OF_CONNECTION", "OF_FACTS", "Group", "command_on", "not_known"]
 
-FOLDER = "our folder"
+FOLDER = "cache folder"
 
 _OLDEST_PYTHON = (3, 10)
 _LITTLE_DISK_BYTES = 1e9
@@ -36,6 +36,7 @@ _VERSION = re.compile(r"\d{1,4}\.\d{1,4}[0-9A-Za-z.+!-]{0,40}")
 _USER = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,31}")
 _BUILD = re.compile(r".*\+(cu\d+|cpu|rocm[\d.]+)")
 
+_SET_PYTHON = 'set python = "/path/to/python" in a nodes file'
 _FOLDER_IS_WELL = {"private": "", "absent": ": created when needed"}
 _FOLDER_AILS: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "loose": ("is open to others", "close it (doctor.fix does so)", ("chmod", "700")),
@@ -71,7 +72,9 @@ def _judge_ssh(host: Host) -> Cell:
         return Cell(HERE, "good")
     if host.ssh_fault is None:
         return Cell(host.where, "good")
-    return Cell("refused by us") if isinstance(host.ssh_fault, HostKeyError) else Cell(str(host.ssh_fault), "bad")
+    if isinstance(host.ssh_fault, HostKeyError):
+        return Cell("stopped: see host key")
+    return Cell(str(host.ssh_fault), "bad")
 
 
 def _judge_host_key(host: Host) -> Cell:
@@ -86,7 +89,7 @@ def _judge_python(host: Host) -> Cell:
     text = f"{'.'.join(map(str, host.facts.python_version))} ({host.facts.python})"
     if host.facts.python_version[:2] < _OLDEST_PYTHON:
         oldest = ".".join(map(str, _OLDEST_PYTHON))
-        return Cell(f"{text} is too old", "bad", f"set python = ... in the nodes file to {oldest} or newer")
+        return Cell(f"{text} is too old", "bad", f"{_SET_PYTHON}, to Python {oldest} or newer")
     return Cell(text, "good")
 
 
@@ -101,7 +104,7 @@ def _judge_torch(host: Host, facts: HostFacts, group: Group) -> Cell:
         return not_known(facts.torch)
     version = facts.torch.version
     if not version:
-        return Cell(f"missing in {facts.python}", "bad", "install it, or set another python", _install(host, group))
+        return Cell(f"missing in {facts.python}", "bad", f"install it, or {_SET_PYTHON}", _install(host, group))
     if not _VERSION.fullmatch(version):
         return Cell(f"unknown version {version!r}", "warning", "install a release of torch")
     if version == group.torch:
@@ -144,7 +147,7 @@ def _judge_ipython(host: Host, facts: HostFacts, group: Group) -> Cell:
     if facts.ipython or facts.python_version[:2] < _OLDEST_PYTHON:
         return Cell(facts.ipython, "good") if facts.ipython else Cell()
     if _can_send_ipython(facts.python_version):
-        return Cell("none: the notebook's is copied there", "good")
+        return Cell("none: the notebook's is copied automatically", "good")
     install = command_on(host.node, _python(host), "-m", "pip", "install", "ipython")
     return Cell("missing, and the notebook's does not support this Python", "bad", "install it", install)
 
@@ -245,7 +248,7 @@ def _judge_logout(host: Host, facts: HostFacts, group: Group) -> Cell:
     if isinstance(found, Fault):
         return not_known(found)
     if not found.kills:
-        return Cell("jobs and sessions survive", "good")
+        return Cell("jobs and sessions survive a logout", "good")
     if found.lingers:
         return Cell("jobs survive; sessions end at logout (KillUserProcesses)", "good")
     user = found.user if _USER.fullmatch(found.user) else "USER"

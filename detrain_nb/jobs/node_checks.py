@@ -24,7 +24,7 @@ from .log_lines import LogLine
 from .report_checks import NodeResources
 from .shipping import ship
 from .source import ShippedSource, describe_token, fetch_here, plan_source
-from .starting import gather_secrets
+from .starting import NO_TORCH, gather_secrets
 
 if TYPE_CHECKING:
     from ..spec import PipelineSpec, Rendezvous
@@ -125,7 +125,7 @@ def _check_facts(
             continue
         known[node.name] = said.gpus
         if not said.torch:
-            yield Finding(field, "torch is not installed: install it there, or set another python")
+            yield Finding(field, NO_TORCH)
         if said.free_bytes < size_bytes + _ROOM_BYTES:
             free = format_size(said.free_bytes)
             yield Finding(field, f"only {free} free for jobs: set XDG_STATE_HOME in the setup of the node", "warning")

@@ -44,6 +44,7 @@ if TYPE_CHECKING:
 __all__ = ["Started", "gather_secrets", "read_spec", "start"]
 
 _LOOPBACK, _LOOPBACK_INTERFACE = "127.0.0.1", "lo"
+NO_TORCH = 'torch is not installed: install it there, or set python = "/path/to/python" for this node'
 _KEY_BYTES = 32
 _LAUNCH_GRACE_S = 5.0
 _UNDO_LIMIT_S = 30.0
@@ -222,7 +223,7 @@ class _Starting:
         nodes = self._transports
         versions = {label(node): said.torch for node, said in zip(nodes, facts)}
         if missing := [name for name, version in versions.items() if not version]:
-            raise LaunchError(f"{', '.join(missing)}: torch is not installed: install it there, or set another python")
+            raise LaunchError(f"{', '.join(missing)}: {NO_TORCH}")
         check_same_torch(versions)
         if len(nodes) == 1:
             return

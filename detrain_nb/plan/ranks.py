@@ -48,8 +48,10 @@ def _part_of_ranks(part: str, world_size: int, hosts: Mapping[str, tuple[int, ..
     except ValueError:
         if part in hosts:
             return list(hosts[part])
-        known = f", or a host: {', '.join(hosts)}" if hosts else ""
-        raise SpecError(f"invalid ranks {part!r}: give ranks like 0,2 or 0-3 or -1 or all{known}") from None
+        what, known = f"invalid ranks {part!r}", ""
+        if hosts:
+            what, known = f"no rank or host is called {part!r}", f", or a host: {', '.join(hosts)}"
+        raise SpecError(f"{what}: give ranks like 0,2 or 0-3 or -1 or all{known}") from None
     if not dash:
         return [_one_rank(start, world_size)]
     if end < start:

@@ -19,6 +19,7 @@ from .state.cell_observer import CellObserver, check_observer
 
 __all__ = ["SessionLog"]
 
+_PARTLY = "ran only imports and definitions of {}, as other ranks are needed: variables assigned there are missing"
 _SHOWN_AT_ONCE_BYTES = 1 << 20  # of the log, given before waiting for the observer to show it
 
 
@@ -104,18 +105,23 @@ class SessionLog(SlotsOnly):
                 replayed[earlier.cell] = exc
         return replayed
 
-    def describe_replay(self, replayed: Collection[int], *, are_chosen: bool = False) -> str:
-        """Describe in lines what ``replay`` ran and skipped; ``are_chosen``: the cells were given."""
+    def describe_replay(self, replayed: Mapping[int, DetrainError | None], *, are_chosen: bool = False) -> str:
+        """Describe in lines what ``replay`` ran, which cells failed, and what it skipped.
+
+        ``replayed``: what ``replay`` returned; ``are_chosen``: the cells were given.
+        """
+        failed = {cell for cell, error in replayed.items() if error is not None}
         needs_others = set() if are_chosen else set(self.collective_cells)
         left = set() if are_chosen else {ran.cell for ran in self.cells} - set(replayed)
         lines = [
-            (set(replayed) - needs_others, "cells rerun: {}"),
-            (needs_others & set(replayed), "only imports and definitions, as they need other ranks: {}"),
-            (left & needs_others, "skipped, as they need other ranks: {} (select cells with --cells)"),
-            (left - needs_others, "skipped, as they did not succeed or ran elsewhere: {}"),
+            (set(replayed) - needs_others - failed, "ran {} again"),
+            (needs_others & set(replayed) - failed, _PARTLY),
+            (failed, "{} failed"),
+            (left & needs_others, "skipped {}, as other ranks are needed (select cells with --cells)"),
+            (left - needs_others, "skipped {}, which did not succeed or ran elsewhere"),
         ]
-        told = [words.format(short_ranks(cells)) for cells, words in lines if cells]
-        return "\n".join(told if replayed else ["no cell was rerun", *told])
+        told = [words.format(_format_cells(cells)) for cells, words in lines if cells]
+        return "\n".join(told if replayed else ["no cell was run again", *told])
 
     def text(self, cell: int, rank: int, stream: str = "stdout") -> str:
         """Return all that one rank printed to one stream in ``cell``, without control sequences.
@@ -229,3 +235,7 @@ class SessionLog(SlotsOnly):
         chosen = self._core.choose(ranks, plan=plan)
         cell = Cell(number, chosen, observer, hosts, is_at_home=at_home, is_from_log=True)
         return ShownAgain(cell, self._state.logbook.cell(number))
+
+
+def _format_cells(cells: Collection[int]) -> str:
+    return f"cell{'s' * (len(cells) > 1)} {short_ranks(cells)}"

@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..deploy.start_steps import OnStep, ignore_step
-from ..errors import SessionError, SpecError
+from ..errors import DetrainError, SessionError, SpecError
 from ..plan import split_names
 from ..transport import Transport
 from .running.asked import check_paths, check_text, names_of
 from .running.settings import SlotsOnly
 
 if TYPE_CHECKING:
-    from ..deploy.files import Copied, OnProgress, Paths
+    from ..deploy.files import Copied, OnProgress, Paths, Stop
     from ..deploy.sync import DataCheck, FolderSync
 
 __all__ = ["SessionFiles"]
@@ -166,12 +166,21 @@ class SessionFiles(SlotsOnly):
         chosen = self._choose(nodes)
         here = os.path.expanduser(os.fspath(folder))
         folders = {label(node): os.path.join(here, label(node)) if len(chosen) > 1 else here for node in chosen}
-        copied = on_every(
-            chosen,
-            lambda node, stop, note: get(node, paths, folders[label(node)], note, work_folder=self.folder, stop=stop),
-            on_progress,
-        )
-        return dict(zip(map(label, chosen), copied))
+        done: dict[str, Copied] = {}
+
+        def act(node: Transport, stop: Stop, note: OnProgress) -> None:
+            done[label(node)] = get(node, paths, folders[label(node)], note, work_folder=self.folder, stop=stop)
+
+        try:
+            on_every(chosen, act, on_progress)
+        except DetrainError as exc:
+            got = [name for name in map(label, chosen) if name in done]
+            if not got:
+                raise
+            failed = ", ".join(name for name in map(label, chosen) if name not in done)
+            words = f"fetched from {', '.join(got)}; not from {failed}: use --nodes {','.join(got)}"
+            raise type(exc)(f"{exc}\n{words}") from exc
+        return {name: done[name] for name in map(label, chosen)}
 
     def check_data(self, path: str) -> DataCheck:
         """Compare the files under ``path`` on all nodes, by names, sizes and samples. Raises: as ``put``.

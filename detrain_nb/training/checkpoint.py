@@ -182,7 +182,8 @@ def _write(writer: StepWriter, state: dict[str, Any], ranks: Ranks, step: int) -
     except CheckpointException as exc:
         rank, (cause, _) = min(exc.failures.items())
         kind = "" if isinstance(cause, DetrainError) else f"{type(cause).__name__}: "
-        raise DetrainError(f"the checkpoint of step {step} was not saved: rank {rank}: {kind}{cause}") from exc
+        of_torch = None if isinstance(cause, DetrainError) else exc  # our own text says it all
+        raise DetrainError(f"the checkpoint of step {step} was not saved: rank {rank}: {kind}{cause}") from of_torch
     except RuntimeError as exc:  # a rank has died
         raise DetrainError(f"the checkpoint of step {step} was not saved: {exc}") from exc
 

@@ -109,9 +109,11 @@ class StepWriter(StorageWriter):
         seen = catalog.read_files(self._folder)
         for name, size_bytes in sizes.items():
             if seen.get(name) != size_bytes:
+                rank = int(name.split("-")[1])
                 raise DetrainError(
-                    f"{self._folder.name}: rank 0 sees {seen.get(name, 0)} of {size_bytes} bytes of {name}: save to "
-                    "a place that all hosts share"
+                    f"{self._folder.name}: rank {rank}'s part is not visible on rank 0's host ({seen.get(name, 0):,} "
+                    f"of {size_bytes:,} bytes of {name}): the folder is not shared: give a path on a disk that all "
+                    "hosts share, or a URL such as s3://bucket/checkpoints"
                 )
         index_name, index_text = f"index-{self._token}.json", json.dumps(index, separators=(",", ":")).encode()
         if count_values(index_text, most=MOST_INDEX_VALUES) > MOST_INDEX_VALUES:

@@ -109,7 +109,8 @@ class LocalTransport:
         for name in ("torch", "detrain_nb"):
             if name not in found:
                 install = f"install it there ({self.python} -m pip install {name})"
-                raise LaunchError(f"{name} is missing in {self.python}: {install}, or set another python")
+                another = 'set python = "/path/to/python" in a nodes file'
+                raise LaunchError(f"{name} is missing in {self.python}: {install}, or {another}")
         if (theirs := found["detrain_nb"]) != __version__:
             raise LaunchError(
                 f"{self.python} has detrain_nb {theirs}, this process has {__version__}: install the same version"

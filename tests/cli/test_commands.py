@@ -478,7 +478,7 @@ def test_sessions_names_what_runs(cold_starts: None, place: Place, monkeypatch: 
     with Session.start(ranks=1, device="cpu", name="mine", init=False):
         status, out, _ = place.run("sessions")
     assert status == 0
-    ends = r"without a notebook it ends by itself after 10 minutes; kill (\d+) stops it"
+    ends = r"it ends 10 minutes after its notebook leaves; kill (\d+) stops it"
     found = re.fullmatch(rf"mine  agent pid (\d+)  {ends}\n", out)
     assert found and found[1] == found[2], out
 

@@ -43,8 +43,8 @@ def test_what_is_remembered_is_known(folder: Path) -> None:
 )  # fmt: skip
 def test_session_says_when_it_ends_by_itself(linger_s: float | None, words: str) -> None:
     known = KnownSession("a notebook", 12, started=StartedWith(linger_s=linger_s))
-    assert known.own_end == f"without a notebook it ends by itself after {words}"
-    assert KnownSession("a notebook", 12).own_end.endswith("after some time"), "nobody has noted it"
+    assert known.own_end == f"it ends {words} after its notebook leaves"
+    assert KnownSession("a notebook", 12).own_end == "it ends some time after its notebook leaves", "unknown"
 
 
 def test_only_this_user_can_read_it_and_nothing_lies_beside_it(folder: Path) -> None:

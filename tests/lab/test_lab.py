@@ -276,7 +276,7 @@ def test_restart_and_run_all_gives_the_same_notebook(notebook: OpenNotebook) -> 
     nb.restart_and_run_all()
     again = [nb.text(0), nb.text(1)]
     assert again[1] == first[1]
-    assert "of this notebook was left running" in again[0]
+    assert "of this notebook is still running" in again[0]
     assert again[0].splitlines()[-1] == first[0].splitlines()[-1]
 
 

@@ -23,9 +23,9 @@ _LIMIT_S = 60.0
 _PERHAPS = "--- possibly shown before:"
 _NEW = "--- not shown before:"
 _THERE = re.compile(
-    r"session (\S+) of this notebook was left running \(agent pid \d+\): "
-    r"%distributed attach continues with it and shows missed output, %distributed restart starts new ranks, "
-    r"%distributed stop stops it; without a notebook it ends by itself after 10 minutes\n"
+    r"session (\S+) of this notebook is still running \(agent pid \d+\): "
+    r"%distributed attach reconnects to it and shows missed output, %distributed restart starts new ranks, "
+    r"%distributed stop stops it; it ends 10 minutes after its notebook leaves\n"
 )
 _KEPT_BY_ATTACH = (
     "to keep its variables, attach first: "
@@ -180,7 +180,7 @@ def test_restarted_kernel_finds_the_cell_running_and_all_it_printed(start_front:
     [name] = _THERE.fullmatch(there).groups()  # type: ignore[union-attr]
     assert name.startswith("My-training-")
     before = front.text(counting)
-    assert f"SessionError: session '{name}' was detached, its ranks continue: %distributed attach" in before
+    assert f"disconnected from session '{name}', whose ranks keep running: %distributed attach" in before
     attach = front.begin("%distributed attach")
     front.wait(lambda: "is still running on ranks 0-1; its output appears here\n" in front.text(attach))
     last = _numbers(front.text(attach), 0)[-1]
@@ -412,13 +412,13 @@ def test_detached_session_is_attached_to_by_the_same_kernel_and_by_another(start
     front, other = start_front("/x/first.ipynb"), start_front("/x/second.ipynb")
     front.run("%distributed start -n 2 --name shared --no-init")
     front.run("%%distributed\nx = rank + 5\nprint('shown')")
-    detached = "detached: the ranks keep running; %distributed attach shared continues with them\n"
+    detached = "detached: the ranks keep running; %distributed attach shared reconnects to them\n"
     for _ in range(2):
         assert front.run("%distributed detach") == detached
         assert "this notebook holds no session" in front.run("%distributed status")
         assert front.run("%distributed attach shared") == "<Session 'shared': 2 ranks on cpu, running>\n"
     assert front.run("%distributed detach") == detached
-    ends = "without a notebook it ends by itself after 10 minutes; %distributed stop shared stops it"
+    ends = "it ends 10 minutes after its notebook leaves; %distributed stop shared stops it"
     assert re.search(rf"^shared  agent pid \d+  {ends}$", other.run("%distributed list"), re.MULTILINE)
     assert other.run("%distributed attach shared") == "<Session 'shared': 2 ranks on cpu, running>\n"
     assert re.search(r"^shared  agent pid \d+  \(this notebook\)$", other.run("%distributed list"), re.MULTILINE)
@@ -441,7 +441,7 @@ def test_session_of_another_name_is_found_by_its_notebook_again(start_front: Any
     front.run("%%distributed\nx = rank")
     said = front.restart()
     assert re.search(
-        r"session tuesday of this notebook was left running .*: %distributed attach tuesday .* stop tuesday stops", said
+        r"session tuesday of this notebook is still running .*: %distributed attach tuesday .* stop tuesday stops", said
     )
     assert start_front("/x/stranger.ipynb").run("%distributed list").count("tuesday  agent pid") == 1
     assert "<Session 'tuesday'" in front.run("%distributed attach")

@@ -243,8 +243,8 @@ def test_collectives_are_compared_where_the_settings_say_so(kernel: Any) -> None
     assert kernel.run("%distributed config check=on").text().startswith("the process groups are recreated before the ")
     assert kernel.run("%distributed config check=on").text() == "", "nothing changes"
     shown = kernel.run("%%distributed\ndist.all_reduce(torch.ones(3 + rank))").error
-    assert "different collectives, here all_reduce (SUM) of Float [3]: nothing was sent" in shown
-    assert "different collectives, here all_reduce (SUM) of Float [4]: nothing was sent" in shown
+    assert "different collectives; this rank called all_reduce (SUM) of Float [3]; nothing was sent" in shown
+    assert "different collectives; this rank called all_reduce (SUM) of Float [4]; nothing was sent" in shown
     kernel.run("%distributed config check=off")
     cell = "%%distributed\nt = torch.ones(1).int() if rank else torch.ones(1)\ndist.all_reduce(t)\nlen(t)"
     assert kernel.run(cell).rich() == ["[0-1] 1"], "gloo adds what it takes for numbers"
@@ -322,6 +322,10 @@ def test_vars_is_a_view_that_leaves_a_table(kernel: Any) -> None:
         ("%%distributed\n   ", "the cell is empty"),
         ("%%distributed", "the cell body is empty"),
         (
+            "%distributed start -n 3",
+            "was started with another -n; to change that, %distributed restart -n 3 (all variables are lost)",
+        ),
+        (
             "%distributed start -n 3 --seed 5",
             "the session with 2 ranks was started with another -n, --seed; to change that, %distributed",
         ),
@@ -329,7 +333,7 @@ def test_vars_is_a_view_that_leaves_a_table(kernel: Any) -> None:
         ("%distributed status now", "unexpected argument 'now': leave it out"),
         ("%distributed doctor", "no session is running on other machines: name hosts with --nodes"),
         ("%distributed put x --nodes gpu1", "'gpu1' is not a node of this session; its nodes: only this machine"),
-        ("%%distributed -r gpu1\nx", "invalid ranks 'gpu1': give ranks like 0,2 or 0-3 or -1 or all"),
+        ("%%distributed -r gpu1\nx", "no rank or host is called 'gpu1': give ranks like 0,2 or 0-3 or -1 or all"),
         ("%distributed config output=loud", "output must be one of live, final, not 'loud'"),
         ("%distributed config nosuch=1", "give KEY=VALUE with KEY one of"),
         ("%distributed config max_lines=-1", "max_lines must be a number, 0 or more"),
@@ -446,6 +450,10 @@ def test_help_on_a_name_comes_from_the_ranks(kernel: Any) -> None:
 def test_choice_of_ranks_that_there_will_not_be_starts_none(start_kernel: Any) -> None:
     kernel = start_kernel()
     assert "5" in kernel.run("%%distributed -n 2 -r 5\n1").error
+    for line in ("%%distributed -r alice@gpu1,gpu2", "%%rank alice@gpu1,gpu2"):
+        refused = kernel.run(f"{line}\n1").error
+        assert "no rank or host is called 'alice@gpu1': start a session on hosts with " in refused
+        assert refused.rstrip().endswith("%distributed start --nodes alice@gpu1,gpu2")
     assert "no session is running" in kernel.run("%distributed status").error
 
 

@@ -42,7 +42,7 @@ def test_stop_button_frees_a_hung_collective(kernel: Any) -> None:
     )
     assert stopped.status == "error"
     assert re.search(r"rank 0 waited in all_reduce #\d+ \(line 4\): freed", stopped.error)
-    assert "recreate what was made with the old ones: ddp" in stopped.error
+    assert "run the cell that creates ddp again" in stopped.error
     assert "cell 4, line 4" in stopped.error
     assert "gloo" not in stopped.error, "what torch says of being freed is not the user's business"
     assert kernel.run("%%distributed\nt = torch.ones(1); dist.all_reduce(t); kept, t.item()").rich() == [
@@ -50,7 +50,7 @@ def test_stop_button_frees_a_hung_collective(kernel: Any) -> None:
         "[1] (2, 2.0)",
     ]
     old = kernel.run("%%distributed\nddp(torch.ones(1, 2)).sum().backward()")
-    assert "ddp was made with process groups that have been ended since: recreate it" in old.error
+    assert "ddp uses a process group that no longer exists: run the cell that creates ddp again" in old.error
 
 
 @pytest.mark.slow
@@ -80,8 +80,8 @@ def test_death_names_the_rank_and_three_lines_bring_it_back(kernel: Any) -> None
     assert "ended with signal 9 (SIGKILL)" in died.error
     assert "%distributed replay -r 1" in died.error
     replayed = kernel.run("%distributed replay -r 1").text()
-    ran = r"cells rerun: [\d,-]+\nonly imports and definitions, as they need other ranks: \d+\n"
-    assert re.search(ran + r"skipped, as they need other ranks: [\d,-]+ \(", replayed)
+    ran = r"ran cells [\d,-]+ again\nran only imports and definitions of cell \d+, as other ranks are needed: "
+    assert re.search(ran + r".* missing\nskipped cells? [\d,-]+, as other ranks are needed \(", replayed)
     assert kernel.run("%broadcast net,step -r 1").status == "ok"
     result = kernel.run(
         "%%distributed\nt = net.weight.detach().clone(); dist.all_reduce(t)\n"
@@ -96,11 +96,11 @@ def test_replay_shows_what_each_cell_prints_and_redraws_nothing_where_output_is_
     kernel.run("%%distributed\nprint('unfinished', end='', flush=True); time.sleep(2.5); print(' line')")
     kernel.run("%%distributed\nprint('second')")
     live = kernel.run("%distributed replay -r 1")
-    assert "[1] unfinished line\n[1] second\ncells rerun: " in live.text()
+    assert "[1] unfinished line\n[1] second\nran cells " in live.text()
     assert [kind for kind, _ in live.live if kind == "display_data"], "the unfinished line was drawn"
     kernel.run("%distributed config output=final")
     final = kernel.run("%distributed replay -r 1")
-    assert "[1] unfinished line\n[1] second\ncells rerun: " in final.text()
+    assert "[1] unfinished line\n[1] second\nran cells " in final.text()
     assert {kind for kind, _ in final.live} == {"stream"}
 
 

@@ -115,7 +115,7 @@ def test_cell_is_refused_where_the_session_on_the_hosts_was_left(kernel: Any) ->
     kernel.run("%distributed detach")
     error = kernel.run("%%distributed\nrank").error
     assert re.search(
-        r"session '\S+' is already running, on left, right: %distributed attach \S+ continues with it", error
+        r"session '\S+' is already running, on left, right: %distributed attach \S+ reconnects to it", error
     ), error
     assert kernel.run("%distributed attach").status == "ok"
     assert kernel.run("%%distributed\nkept").rich() == ["[left:0] 0", "[right:1] 1"]

@@ -167,6 +167,14 @@ def test_file_that_no_host_has_is_said_in_a_line_for_each(kernel: Any) -> None:
     assert [re.search(r"\b(left|right): ", line)[1] for line in lines] == ["left", "right"]  # type: ignore[index]
 
 
+def test_file_of_one_host_is_fetched_and_the_others_are_named(kernel: Any, tmp_path: Path) -> None:
+    assert kernel.run("%%distributed -r left\nopen('of_one', 'w').write('1')").status == "ok"
+    lines = kernel.run(f"%distributed get of_one --to {tmp_path}/got").error.splitlines()
+    assert "right: " in lines[0] and lines[0].endswith("of_one: No such file or directory")
+    assert lines[1:] == ["fetched from left; not from right: use --nodes left"]
+    assert (tmp_path / "got/left/of_one").read_text() == "1"
+
+
 def test_files_go_there_and_come_back(kernel: Any, tmp_path: Path) -> None:
     (tmp_path / "data/inner").mkdir(parents=True)
     block = os.urandom(1 << 20)

@@ -41,7 +41,7 @@ def _renew(kernel: Any) -> str:
     kernel.manager.restart_kernel(now=False)
     kernel.client.wait_for_ready(timeout=60)
     said = str(kernel.run("%load_ext detrain_nb").text())
-    assert "was left running" in said
+    assert "is still running" in said
     return said
 
 
@@ -121,7 +121,7 @@ def test_notebook_that_was_renamed_finds_its_ranks_after_a_restart(kernel: Any, 
     try:
         kernel.manager.restart_kernel(now=False)
         kernel.client.wait_for_ready(timeout=60)
-        assert "of this notebook was left running" in kernel.run("%load_ext detrain_nb").text()
+        assert "of this notebook is still running" in kernel.run("%load_ext detrain_nb").text()
         assert kernel.run(line).status == "ok"
         listed = kernel.run("%distributed list").text()
         assert listed.count("agent pid") == 1 and "another" not in listed
@@ -135,9 +135,10 @@ def test_every_session_that_waits_is_told_of_by_its_name(kernel: Any, request: p
     assert kernel.run(f"%distributed start -n 1 --no-init --name {names[0]}").status == "ok"
     said = _renew(kernel)
     assert re.search(
-        rf"^session {names[0]} of this notebook was left running \(agent pid \d+\): "
-        rf"%distributed attach {names[0]} continues with it and shows missed output, "
-        rf"%distributed stop {names[0]} stops it; without a notebook it ends by itself after 10 minutes\n"
+        rf"^session {names[0]} of this notebook is still running \(agent pid \d+\): "
+        rf"%distributed attach {names[0]} reconnects to it and shows missed output, "
+        rf"%distributed stop {names[0]} stops it; "
+        rf"it ends 10 minutes after its notebook leaves\n"
         rf"to keep its variables, attach first: "
         rf"%distributed start --name {names[0]} stops its ranks, and all their variables are lost\n"
         rf"unless you attach, the next %%distributed cell starts another session next to it\n",
@@ -146,11 +147,11 @@ def test_every_session_that_waits_is_told_of_by_its_name(kernel: Any, request: p
     beside = kernel.run(f"%distributed start -n 1 --no-init --name {names[1]}")
     assert f"session {names[0]} of this notebook stays" in beside.text(), "whoever starts one is told"
     said = _renew(kernel)
-    assert all(f"session {name} of this notebook was left running" in said for name in names), said
+    assert all(f"session {name} of this notebook is still running" in said for name in names), said
     assert said.endswith("starts another session next to them\n")
     assert kernel.run("%distributed start -n 1 --no-init").status == "ok"
     said = _renew(kernel)
-    assert said.count("of this notebook was left running") == 3
+    assert said.count("of this notebook is still running") == 3
     assert _KEPT_BY_ATTACH in said and "beside" not in said, "the next cell ends the one of the notebook's own name"
     for name in names:
         assert kernel.run(f"%distributed stop {name}").status == "ok"
@@ -164,8 +165,8 @@ def test_cell_that_starts_a_session_beside_one_that_waits_says_so(kernel: Any) -
     beside = kernel.run("%%distributed -n 1\n'kept' in globals()")
     assert re.fullmatch(
         r"session waits of this notebook stays next to the new one \(agent pid \d+\): %distributed detach, then "
-        r"%distributed attach waits continues with it; %distributed stop waits stops it; "
-        r"without a notebook it ends by itself after 2 minutes\n",
+        r"%distributed attach waits reconnects to it; %distributed stop waits stops it; "
+        r"it ends 2 minutes after its notebook leaves\n",
         beside.text(),
     ), beside.text()
     assert beside.rich() == ["[0] False"]
@@ -196,7 +197,7 @@ def test_ranks_of_a_kernel_that_died_are_not_ended_by_a_start(kernel: Any) -> No
     kernel.manager.restart_kernel(now=True)
     kernel.client.wait_for_ready(timeout=60)
     said = kernel.run("%load_ext detrain_nb").text()
-    assert "was left running" in said and "are lost" not in said
+    assert "is still running" in said and "are lost" not in said
     assert "is already running" in kernel.run("%distributed start -n 1 --no-init").error
     assert kernel.run("%distributed stop").status == "ok"
 
@@ -206,7 +207,8 @@ def test_log_says_that_what_was_shown_before_an_attach_is_not_kept(kernel: Any) 
     assert kernel.run("%%distributed\nprint('shown')").text() == "[0] shown\n"
     assert kernel.run("%distributed detach").status == "ok"
     assert kernel.run("%distributed attach").status == "ok"
-    assert kernel.run("%distributed log --list").text() == "cell 3: print('shown') (not kept here)\n"
+    listed = kernel.run("%distributed log --list").text()
+    assert listed == "cell 3: print('shown') (ran before the attach: output not kept)\n"
     assert "was shown before this notebook attached" in kernel.run("%distributed log").error
     assert kernel.run("%distributed stop").status == "ok"
 

@@ -56,8 +56,8 @@ def test_default_group_that_has_ended_is_to_be_made_first() -> None:
     with pytest.raises(ValueError, match="Default process group") as caught:
         torch.distributed.all_reduce(torch.ones(1))
     said = stale.explain(caught.value, str(caught.value))
-    words = "the process groups have been ended: call dist.init_process_group() again, then recreate mesh (Default "
-    assert said.startswith(words)
+    first = "the process groups were ended: call dist.init_process_group() again"
+    assert said.startswith(f"{first}, then run the cell that creates mesh again (Default ")
 
 
 def test_error_that_has_nothing_to_do_with_it_is_left_alone() -> None:

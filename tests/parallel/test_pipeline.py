@@ -261,9 +261,9 @@ def test_error_of_a_rank_is_told_where_the_other_waits_for_it_in_vain(failing: S
     ) as caught:
         failing.run_cell("stages.train_step(on_ranks.draw(8, 8), on_ranks.draw(8, 8))", timeout_s=4)
     assert "rank 0 waited in step (line 1): freed" in str(caught.value)
-    assert str(caught.value).endswith("recreate what was made with the old ones: stages")
+    assert str(caught.value).endswith("run the cell that creates stages again")
     with pytest.raises(
-        RankError, match=r"stages was made with process groups that have been ended since: recreate it \("
+        RankError, match="stages uses a process group that no longer exists: run the cell that creates stages again"
     ):
         failing.run_cell("stages.predict(on_ranks.draw(8, 8))", timeout_s=10)
 
@@ -273,7 +273,7 @@ def test_error_of_a_rank_is_shown_when_the_wait_for_it_is_stopped(failing: Sessi
     watcher = Watcher()
     with pytest.raises(CellInterrupted) as caught:
         failing.run_cell("stages.train_step(on_ranks.draw(8, 8), on_ranks.draw(8, 8))", observer=watcher, timeout_s=30)
-    assert watcher.reports[-1].endswith(FAILED)
+    assert watcher.reports[-1].startswith(FAILED)
     assert caught.value.errors[0].interrupted and not caught.value.errors[1].interrupted
     assert caught.value.errors[1].summary == "ValueError: no loss today"
     shown = "\n".join(caught.value._render_traceback_())

@@ -369,7 +369,9 @@ def test_what_is_another_on_each_rank_is_not_broadcast(equipped: Session, name: 
         "fully_shard(sharded, mesh=mesh)\nstate = {'model': sharded.state_dict(), 'step': 3}\n"
         "opt = torch.optim.Adam(sharded.parameters())"
     )
-    with pytest.raises(SessionError, match=rf"{name} (is|holds) a \w+, which differs on each rank: .*full_tensor\(\)"):
+    with pytest.raises(
+        SessionError, match=rf"{name} (is|holds) a \w+, which differs on each rank: .*Run the cell .*full_tensor\(\)"
+    ):
         equipped.broadcast(name)
     assert equipped.run_cell("part.full_tensor().tolist()").values[1] == [float(number) for number in range(8)]
 
@@ -400,9 +402,18 @@ def test_copy_of_ddp_is_refused_with_what_to_do(equipped: Session) -> None:
     equipped.run_cell("wrapped = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))")
     with pytest.raises(
         SessionError,
-        match=r"wrapped is a DistributedDataParallel: .* net = wrapped\.module on all ranks, then %broadcast net",
+        match=r"wrapped is a DDP model, .* net = wrapped\.module in a %%rank 0 cell, then %broadcast net,counter,",
     ):
         equipped.broadcast(["counter", "wrapped"])
+    equipped.run_cell("del wrapped", ranks=1)
+    equipped.run_cell("net = wrapped.module; sgd = torch.optim.SGD(net.parameters(), 0.1)", ranks=0)
+    equipped.broadcast(["net", "sgd"])
+    code = "wrapped = torch.nn.parallel.DistributedDataParallel(net); wrapped(torch.ones(1, 2)).sum().backward()"
+    equipped.run_cell(f"{code}; sgd.step()")
+    same = equipped.run_cell(
+        "float(sum(p.sum() for p in net.parameters())), sgd.param_groups[0]['params'][0] is net.weight"
+    )
+    assert same.values[0] == same.values[1] and same.values[1][1]
     assert_works(equipped)
 
 

@@ -445,12 +445,12 @@ def test_group_is_named_unless_it_is_the_default_one(group: str, description: st
         (
             collective(),
             collective("broadcast"),
-            "#6 is not the same on all ranks: all_reduce Float[3] on rank 0, broadcast Float[3] on rank 1",
+            "collective #6 differs: all_reduce Float[3] on rank 0, broadcast Float[3] on rank 1",
         ),
         (
             collective(),
             ended("broadcast", 6),
-            "#6 is not the same on all ranks: all_reduce Float[3] on rank 0, broadcast Float[3] on rank 1",
+            "collective #6 differs: all_reduce Float[3] on rank 0, broadcast Float[3] on rank 1",
         ),
         (
             collective(tensors="Float[3]"),
@@ -587,7 +587,7 @@ def test_collectives_that_do_not_fit_are_reported_with_the_difference() -> None:
     look = [rank(0, ALL_REDUCE, **PENDING), rank(1, ALL_REDUCE, collectives=(ended(), collective("broadcast")), line=9)]
     assert _watch([look])[-1] == (
         "rank 0 waits in all_reduce #6 (line 4); rank 1 waits in broadcast #6 (line 9); "
-        "#6 is not the same on all ranks: all_reduce Float[3] on rank 0, broadcast Float[3] on rank 1"
+        "collective #6 differs: all_reduce Float[3] on rank 0, broadcast Float[3] on rank 1"
     )
 
 

@@ -122,7 +122,7 @@ def checked(session: Session) -> Iterator[Session]:
     """Its ranks compare collectives before they begin them."""
     session.run_cell("mine = dist.new_group([0, 1])")
     assert session.settings.check_collectives() == (
-        "the process groups are recreated before the next cell: recreate what was made with the old ones: mine"
+        "the process groups are recreated before the next cell: run the cell that creates mine again"
     )
     yield session
     session.settings.check_collectives(False)
@@ -137,7 +137,7 @@ def test_collectives_that_differ_fail_on_every_rank_before_anything_is_sent(
     if first:
         with pytest.raises(RankError) as caught:
             checked.run_cell(code, timeout_s=30)
-        words = "the ranks called different collectives, here {}: nothing was sent"
+        words = "ranks called different collectives; this rank called {}; nothing was sent"
         said = {rank: error.message for rank, error in caught.value.errors.items()}
         assert said == {0: words.format(first), 1: words.format(second)}
         assert all("/" not in line for error in caught.value.errors.values() for line in error.traceback)
@@ -177,9 +177,7 @@ def test_rank_that_waits_for_the_comparison_with_one_that_failed_is_freed(
 def test_ranks_that_time_out_in_different_collectives_are_told_these() -> None:
     with Session.start(ranks=2, device="cpu", group_timeout_s=1) as session, pytest.raises(RankError) as caught:
         session.run_cell("x = torch.ones(3)\ndist.all_reduce(x) if rank else dist.broadcast(x, 1)")
-    assert "#1 is not the same on all ranks: broadcast Float[3] on rank 0, all_reduce Float[3] on rank 1" in (
-        caught.value.note
-    )
+    assert "collective #1 differs: broadcast Float[3] on rank 0, all_reduce Float[3] on rank 1" in (caught.value.note)
 
 
 _DEBUGGERS = {

@@ -169,7 +169,7 @@ HANGS = {
     "other collective": (
         "x = torch.ones(2)\nif rank == 0: dist.all_reduce(x)\nelse: dist.broadcast(x, 1)",
         "rank 0 waits in all_reduce #N (line 2); rank 1 waits in broadcast #N (line 3); "
-        "#N is not the same on all ranks: all_reduce Float[2] on rank 0, broadcast Float[2] on rank 1",
+        "collective #N differs: all_reduce Float[2] on rank 0, broadcast Float[2] on rank 1",
     ),
     "other shapes": (
         "x = torch.ones(5 - rank)\ndist.reduce(x, 0)",

@@ -149,7 +149,7 @@ def test_ranks_of_two_nodes_are_one_group(two_nodes: Session) -> None:
 def test_name_of_a_node_chooses_its_ranks(two_nodes: Session) -> None:
     assert two_nodes.run_cell("rank", ranks="right").values == {1: 1}
     assert two_nodes.run_cell("rank", ranks="right,0").values == {0: 0, 1: 1}
-    with pytest.raises(SpecError, match=r"invalid ranks 'middle': .* or a host: left, right"):
+    with pytest.raises(SpecError, match=r"no rank or host is called 'middle': .* or a host: left, right"):
         two_nodes.run_cell("rank", ranks="middle")
 
 

@@ -232,4 +232,6 @@ def test_python_without_torch_is_told_what_to_install(testbed: Testbed, make_pyt
     with pytest.raises(LaunchError) as caught:
         Session.start(1, sync=False, nodes=ssh_nodes(testbed, 1, python=python), device="cpu", name="mine")
     install = f"install it there ({python} -m pip install torch)"
-    assert str(caught.value) == f"h0: torch is missing in {python}: {install}, or set another python"
+    assert str(caught.value) == (
+        f'h0: torch is missing in {python}: {install}, or set python = "/path/to/python" in a nodes file'
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import random
@@ -402,6 +403,13 @@ def fail_on_one(rank: int, url: str) -> list[str]:
     training.save(url, model, step=1)
     second = _error(lambda: training.load(url, wide))
     return [first, second, training.load(url, model).name.rpartition("/")[2]]
+
+
+def save_unshared(rank: int, url: str) -> str:
+    """Each rank sees a folder of its own under one path, as hosts without a shared disk do."""
+    os.makedirs(f"{url}/{rank}")
+    with contextlib.chdir(f"{url}/{rank}"):
+        return _error(lambda: training.save("/proc/self/cwd/checkpoints", nn.Linear(2, 2), step=1))
 
 
 def _error(do: Callable[[], Any]) -> str:

@@ -246,6 +246,10 @@ def test_error_of_one_rank_is_everybodys_and_they_go_on_together(session: Sessio
         assert ("rank 1: " in errors[0]) == (rank == 0)
         assert "weight was saved with shape [2, 2] but has [3, 2] in the model" in errors[1]
         assert errors[2] == "step-00000001"
+    (tmp_path / "unshared").mkdir()
+    told = session.run_cell(f"on_ranks.save_unshared(rank, {str(tmp_path / 'unshared')!r})").values
+    assert "step-00000001: rank 1's part is not visible on rank 0's host (0 of " in told[0]
+    assert "the folder is not shared: give a path on a disk that all hosts share, or a URL" in told[0]
     disagreed = session.run_cell(f"on_ranks.disagree(rank, {str(tmp_path)!r})").values
     assert set(disagreed.values()) == {"SpecError: step is 0 on rank 0 and 1 on rank 1: give the same on all ranks"}
 

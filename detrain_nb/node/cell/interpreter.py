@@ -452,7 +452,7 @@ class _Interpreter:
         near = difflib.get_close_matches(name, own, 1)
         hint = f": did you mean {near[0]!r}?" if near else ""
         if not name.isidentifier():
-            hint = ": give a variable name; assign the value to one in a cell first"
+            raise DetrainError(f"{name!r} is not a variable name: first assign its value to a variable in a cell")
         raise DetrainError(f"there is no variable {name!r}{hint}")
 
     def _begin_push(self, message: Push) -> None:

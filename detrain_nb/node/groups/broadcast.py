@@ -153,12 +153,18 @@ def _packed(look_up: Callable[[], dict[str, Any]]) -> tuple[int, Sequence[_Buffe
 
 
 def _refuse_wrapped(variables: Mapping[str, object]) -> None:
-    """Refuse DDP modules: a copy would start with other collectives than the original. Raises: SessionError."""
+    """Refuse DDP modules: a copy would start with other collectives than the original. Raises: SessionError.
+
+    The way to copy the plain module begins on this rank, as a restarted rank has no DDP module yet.
+    """
     for name, value in variables.items():
         if isinstance(value, torch.nn.parallel.DistributedDataParallel):
+            others, source = ",".join(other for other in variables if other != name), dist.get_rank()
             raise SessionError(
-                f"{name} is a DistributedDataParallel: its copy would run other collectives than the original. Run "
-                f"net = {name}.module on all ranks, then %broadcast net (its optimizer in the same line), then DDP(net)"
+                f"{name} is a DDP model, which cannot be copied: it belongs to a process group. First run "
+                f"net = {name}.module in a %%rank {source} cell, "
+                f"then %broadcast net,{others or 'OPTIMIZER'}{f' --from {source}' if source else ''}, "
+                f"then {name} = DDP(net) in a cell on all ranks"
             )
 
 
@@ -214,8 +220,9 @@ def _pickled(variables: dict[str, Any]) -> bytes:
         if isinstance(exc, _OfOneRank):
             what = "is" if type(variables.get(name)).__name__ == str(exc) else "holds"
             raise SessionError(
-                f"{name} {what} a {exc}, which differs on each rank: this rank's part would overwrite theirs. Send "
-                "tensor.full_tensor() or get_model_state_dict(model, options=StateDictOptions(full_state_dict=True)), "
+                f"{name} {what} a {exc}, which differs on each rank: a copy would overwrite the other ranks' "
+                f"part. Run the cell that creates {name} on all ranks; to copy its values, use tensor.full_tensor() or "
+                "get_model_state_dict(model, options=StateDictOptions(full_state_dict=True)), "
                 "or save on all ranks and load there (detrain_nb.training.save, load)"
             ) from None
         deep = " (nested too deeply)" if isinstance(exc, RecursionError) else ""

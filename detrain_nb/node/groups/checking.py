@@ -94,7 +94,7 @@ class Checking:
         finally:
             entry["retired"] = True
         if any(each != checksum for each in everyones):
-            raise RuntimeError(f"the ranks called different collectives, here {own}: nothing was sent")
+            raise RuntimeError(f"ranks called different collectives; this rank called {own}; nothing was sent")
 
     def _begin(self, group: Any, name: str) -> dict[str, Any]:
         """Record the call that this rank is about to start: while it waits for checksums, it waits for the others."""

@@ -17,6 +17,8 @@ from typing import Any
 
 import torch
 
+from ...text import create_again
+
 _KINDS = (
     ("torch.distributed.distributed_c10d", "ProcessGroup"),
     ("torch.distributed.device_mesh", "DeviceMesh"),
@@ -38,7 +40,7 @@ _Known = dict[int, tuple[set[str], weakref.ref[Any]]]  # by object id: the objec
 
 
 class StaleVariables:
-    """The variables that cells made with groups that have been ended since."""
+    """The variables that cells made with groups that no longer exist."""
 
     def __init__(self) -> None:
         self._known: _Known = {}
@@ -74,8 +76,8 @@ class StaleVariables:
         everything = _sorted([names for names, _ in known.values()])
         if _NO_GROUP in text:
             return (
-                "the process groups have been ended: call dist.init_process_group() again, "
-                f"then recreate {', '.join(names or everything)} ({_short(text)})"
+                "the process groups were ended: call dist.init_process_group() again, "
+                f"then {create_again(names or everything)} ({_short(text)})"
             )
         is_certain = any(map(_is_of_ended_group, locals_of_torch))
         is_near = bool(locals_of_torch) and bool(_HUNG_UP.search(text))
@@ -83,17 +85,14 @@ class StaleVariables:
             names = sorted(_names_used(error) & set(everything))
         if not names and is_certain:  # inside an object of the user's
             return (
-                "an object used here was made with process groups that have been ended since: recreate it "
+                "an object used here holds a process group that no longer exists: run the cell that creates it again "
                 f"({_short(text)})"
             )
         if not names:
-            left = f"variables that were made with process groups that have been ended: {', '.join(everything)}"
-            return f"{text} ({left})" if is_near else ""
-        were = "was" if len(names) == 1 else "were"
-        return (
-            f"{', '.join(names)} {were} made with process groups that have been ended since: "
-            f"recreate {'it' if len(names) == 1 else 'them'} ({_short(text)})"
-        )
+            words = "a variable may use a process group that no longer exists"
+            return f"{words}: {create_again(everything)} if this cell needs it ({text})" if is_near else ""
+        use = "uses" if len(names) == 1 else "use"
+        return f"{', '.join(names)} {use} a process group that no longer exists: {create_again(names)} ({_short(text)})"
 
 
 def forget_meshes() -> None:

@@ -275,7 +275,7 @@ def _describe_difference(called: Mapping[int, Collective]) -> str:
     any_of_them = next(iter(called.values()))
     if len({collective.op for collective in called.values()}) > 1:
         ops = _by_value({rank: f"{each.op} {each.tensors}".rstrip() for rank, each in called.items()})
-        return f"#{any_of_them.sequence}{any_of_them.of_group} is not the same on all ranks: {ops}"
+        return f"collective #{any_of_them.sequence}{any_of_them.of_group} differs: {ops}"
     tensors = {rank: collective.tensors for rank, collective in called.items()}
     if len(set(tensors.values())) > 1 and not any_of_them.op.startswith(_MAY_DIFFER):
         return f"{any_of_them} has different tensors: {_by_value(tensors)}"

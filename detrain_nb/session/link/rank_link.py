@@ -135,7 +135,7 @@ class RankLink:
 
     def detach(self, *, is_seen: bool) -> None:
         """Hang up; agents and ranks continue. ``is_seen``: see ``NodeLink.close``."""
-        left = f"session {self._session!r} was detached, its ranks continue"
+        left = f"this kernel has disconnected from session {self._session!r}, whose ranks keep running"
         self.state.fail(SessionError(f"{left}: %distributed attach {self._session} reconnects to them"))
         self._close(is_seen=is_seen)
 

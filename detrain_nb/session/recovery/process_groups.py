@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 
 from ...errors import CellInterrupted, CellTimeout, LaunchError, RankLost, format_ranks
+from ...text import create_again
 from ...wire import Broadcast, EndGeneration, GenerationEnded, GenerationReady, NewGeneration, RequestDone
 from ..link.rank_link import RankLink
 from ..output.safe_output import quote, variable_names
@@ -149,9 +150,9 @@ class ProcessGroups:
                 raise CellInterrupted({}, world_size=self._state.world_size, note=note) from None
 
 
-def describe_new_groups(stale: Iterable[str], *, is_wanted: bool = True) -> str:
+def describe_new_groups(stale: Sequence[str], *, is_wanted: bool = True) -> str:
     """Describe what happens after a generation was ended; ``stale`` are the variables made with it."""
-    again = f"recreate what was made with the old ones: {', '.join(stale)}" if stale else ""
+    again = create_again(stale) if stale else ""
     if is_wanted:
         return "the process groups are recreated before the next cell" + (f": {again}" if again else "")
     return "the process groups were ended: call dist.init_process_group() again" + (f", then {again}" if again else "")

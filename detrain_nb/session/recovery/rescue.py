@@ -23,8 +23,11 @@ from .process_groups import ProcessGroups, describe_new_groups
 
 _PRESSES = 3
 # A stop interrupts each rank at a different line: one may have taken the optimizer's step, and another not.
-_MAY_BE_APART = "replicas of a model may be a step apart: %broadcast MODEL,OPTIMIZER makes them equal"
-_GOES_ON = "stop that cell with %distributed interrupt"
+_MAY_BE_APART = (
+    "some ranks may have taken one optimizer step more: %broadcast MODEL,OPTIMIZER makes them equal "
+    "(if MODEL is a DDP: net = MODEL.module in a cell, then %broadcast net,OPTIMIZER)"
+)
+_GOES_ON = "%distributed interrupt stops cell {}"
 
 
 class Rescue:
@@ -84,7 +87,9 @@ class Rescue:
                 words.append(f"cell {cell.number}: {'; '.join(self.stop(cell).splitlines())}")
                 replaced.update({rank: end for rank, end in cell.lost.items() if end.asked})
             elif cell.running:
-                words.append(f"{self._link.where(cell.running)} still in cell {cell.number}: {_GOES_ON}")
+                words.append(
+                    f"{self._link.where(cell.running)} still in cell {cell.number}: {_GOES_ON.format(cell.number)}"
+                )
         self._state.note_told(replaced)
         return "\n".join(["; ".join(words), *advice(replaced, world_size=self._state.world_size)])
 
@@ -336,7 +341,7 @@ def _next_press(cell: Cell, ranks: Collection[int]) -> str:
     """Describe what a stop does to a cell that another waits for."""
     _, them, their, _ = _pronouns(ranks)
     if cell.presses == 0:
-        return f"a stop ends only this wait; {_GOES_ON}"
+        return f"stop ends only this wait; {_GOES_ON.format(cell.number)}"
     if cell.presses == 1:
         return f"a second stop ends {their} process groups and interrupts {them} again"
     return f"a third stop replaces {them}: {their} variables are lost"

@@ -9,6 +9,7 @@ from ...errors import CellInterrupted, CellTimeout, RankLost, format_ranks
 from ...wire import Position, RunCell
 from ..diagnosis.diagnosis import HangWatch, describe_last, judge
 from ..diagnosis.stuck import StuckWatch
+from ..recovery.process_groups import describe_new_groups
 from ..state.cell import Cell
 from ..state.rank_deaths import advice, describe_ends
 from .core import Core
@@ -103,9 +104,10 @@ class CellExecution:
         hosts = self._link.hosts
         report = hang.report(running=cell.ranks, now=now, hosts=hosts) if wants_stack else ""
         if not report and cell.outcomes and (running := cell.running):  # else the last rank ended it during the look
-            report = f"waiting for {self._link.describe_places(running, self._positions)}"
+            what = "still running:" if failures else "waiting for"
+            report = f"{what} {self._link.describe_places(running, self._positions)}"
         report = "; ".join(filter(None, [unreachable, report]))
-        return f"{report}{failures}" if report else ""
+        return "; ".join(filter(None, [failures.removeprefix("; "), report])) if report else ""
 
     def _rank_lost(self) -> RankLost:
         """Build the error: how the lost ranks ended, what happened to the others, and what to do."""
@@ -118,7 +120,7 @@ class CellExecution:
         elif kept:
             lines.append(f"{format_ranks(kept)} kept {'its' if len(kept) == 1 else 'their'} variables")
         if stale := self._state.groups.stale:
-            lines.append(f"recreate what was made with the old process groups: {', '.join(stale)}")
+            lines.append(describe_new_groups(stale, is_wanted=self._state.groups.is_wanted))
         return RankLost("\n".join(lines), ranks=cell.lost)
 
     def _told_of_sizes(self) -> list[str]:
