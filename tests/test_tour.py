@@ -31,7 +31,7 @@ def test_every_cell_of_the_tour_prints_what_the_page_shows(tmp_path: Path) -> No
     assert list(zip([code for code, _ in cells], shown, strict=True)) == cells
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.timeout(300)
 def test_every_cell_on_two_hosts_prints_what_the_page_shows(
     make_testbed: MakeTestbed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
