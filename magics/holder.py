@@ -98,7 +98,7 @@ class StartOptions:
         return _linger_s() if self.linger is None else self.linger
 
     def has_env_of(self, before: StartOptions) -> bool:
-        """Check that both set the same variables; of those set by an earlier kernel only the names are known."""
+        """Return whether both set the same variables; of those set by an earlier kernel only the names are known."""
         wanted, known = dict(self.env), dict(before.env)
         names = {*known, *(() if before.is_env_lost else before.env_names)}
         return wanted.keys() == names and all(wanted[name] == value for name, value in known.items())

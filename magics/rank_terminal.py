@@ -223,7 +223,7 @@ class RankTerminal:
             self._column = None
 
     def _is_wiped_below(self) -> bool:
-        """Check that there is nothing in the cursor's row and below it."""
+        """Return whether there is nothing in the cursor's row and below it."""
         if self._row <= self._not_blank < len(self._rows) and not _is_wiped(self._rows[self._not_blank]):
             return False
         below = range(self._row, len(self._rows))

@@ -202,7 +202,7 @@ class KernelScreen(Screen):
         self._outline.clear()
 
     def _would_be_stored_otherwise(self, items: list[Item], rest: list[Item]) -> bool:
-        """Check that the text would be stored in other pieces, which not every front end joins as JupyterLab does."""
+        """Return whether the text would be stored in other pieces, which not every front end joins as JupyterLab does."""
         if sum(len(item.text) for item in items if isinstance(item, Text)) > _RESENT_CHARS:
             return False
         waiting = [each for each in self._waiting if not self._is_head(each[1])]
@@ -473,7 +473,7 @@ def screen_for(ipython: Any) -> Screen:
 
 
 def _are_own_streams() -> bool:
-    """Check that neither stream of the kernel is redirected."""
+    """Return whether neither stream of the kernel is redirected."""
     from ipykernel.iostream import OutStream  # not needed in a terminal
 
     return isinstance(sys.stdout, OutStream) and isinstance(sys.stderr, OutStream)

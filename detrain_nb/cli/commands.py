@@ -125,7 +125,7 @@ def _list_sessions(args: argparse.Namespace) -> int:
 
 
 def _is_kept(path: Path) -> bool:
-    """Check whether a path is another user's, in a sticky folder such as /tmp, where only its owner can replace it."""
+    """Return whether a path is another user's, in a sticky folder such as /tmp, where only its owner can replace it."""
     if os.name != "posix":
         return False
     try:

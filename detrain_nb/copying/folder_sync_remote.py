@@ -169,7 +169,7 @@ def _digested(file: IO[bytes], update: Callable[[bytes], object]) -> Iterator[by
 
 
 def _is_behind_link(folder: str, name: str) -> bool:
-    """Check whether any parent of ``name`` is a link or not a folder."""
+    """Return whether any parent of ``name`` is a link or not a folder."""
     path = folder
     for part in name.split("/")[:-1]:
         path = os.path.join(path, part)

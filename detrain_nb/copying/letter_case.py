@@ -29,6 +29,6 @@ class Names:
 
 
 def ignores_case(made: str) -> bool:
-    """Check whether ``made``, a newly made file or folder with letters in its name, is also found in the other case."""
+    """Return whether ``made``, a new file or folder with letters in its name, is also found in the other case."""
     folder, name = os.path.split(made)
     return os.path.lexists(os.path.join(folder, name.swapcase()))

@@ -96,7 +96,7 @@ class TreeWriter:
                         self._remove_opened(name, left)
 
     def _is_ours(self, opened: int) -> bool:
-        """Check that the folder is the one just made, and not another one, which may belong to this user too."""
+        """Return whether the folder is the one just made, and not another one, which may belong to this user too."""
         state = os.fstat(opened)
         if state.st_uid != os.geteuid() or os.listdir(opened):
             return False
@@ -140,7 +140,7 @@ class TreeWriter:
             pass
 
     def has_folder(self, name: str) -> bool:
-        """Check whether a folder was made or used for what has been received."""
+        """Return whether a folder was made or used for what has been received."""
         return os.path.join(self.folder, *name.split("/")) in self._checked
 
     def add_file(self, name: str, size: int, mode: int, pieces: Iterable[bytes]) -> None:

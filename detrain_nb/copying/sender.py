@@ -83,7 +83,7 @@ class Tree:
 
 
 def is_owners_alone(mode: int) -> bool:
-    """Check that a mode grants permissions to the owner only."""
+    """Return whether a mode grants permissions to the owner only."""
     return not mode & 0o077
 
 
@@ -251,7 +251,7 @@ def open_listed(file: File) -> IO[bytes]:
 
 
 def is_guarded(path: str) -> bool:
-    """Check that no other user can replace a file; in a folder like /tmp the file's owner can.
+    """Return whether no other user can replace a file; in a folder like /tmp the file's owner can.
 
     For such a file a changed inode number does not mean that it was replaced: some network file systems change it.
     """

@@ -26,7 +26,7 @@ class Sent:
     is_private: bool | None = None  # None: not known, sent by an earlier version
 
     def is_as(self, kind: tuple[str, bool, bool]) -> bool:
-        """Check that the file arrived as the notebook now wants it."""
+        """Return whether the file arrived as the notebook now wants it."""
         return self.sha256 == kind[0] and self.has_mode_of(kind)
 
     def has_mode_of(self, kind: tuple[str, bool, bool]) -> bool:
@@ -34,7 +34,7 @@ class Sent:
         return self.is_executable == kind[1] and (not self.is_ours or self.is_private in (None, kind[2]))
 
     def is_untouched(self, status: os.stat_result | None) -> bool:
-        """Check that the file has not changed since it arrived; ``status``: its present one (lstat)."""
+        """Return whether the file has not changed since it arrived; ``status``: its present one (lstat)."""
         return (
             status is not None
             and stat.S_ISREG(status.st_mode)
@@ -43,7 +43,7 @@ class Sent:
         )
 
     def stands(self, path: str) -> bool:
-        """Check that the file exists, even if a rank has changed it; False if a power failure has truncated it."""
+        """Return whether the file exists, even if a rank has changed it; False if a power failure has truncated it."""
         status = lstat(path)
         return status is not None and (status.st_mtime_ns != self.mtime_ns or status.st_size == self.size)
 

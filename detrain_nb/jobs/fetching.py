@@ -96,7 +96,7 @@ class _Here:
     replaced: list[str] = field(default_factory=list)
 
     def lacks(self, each: Place, place: HerePlace) -> bool:
-        """Check that a file must be fetched; if not, note that it is already there, or that a differing one is kept."""
+        """Return whether a file must be fetched; if not, note that it is there, or that a differing one is kept."""
         found, full = place.digest(), str(self.root / each.path)
         if found == each.file.digest:
             self.there.append(each.path)

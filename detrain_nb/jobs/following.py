@@ -159,7 +159,7 @@ class Follower:
         return {index: self._outcome_of(index) for index in self._states}
 
     def has_shown_end(self, index: int, rank: int | None) -> bool:
-        """Check that the last lines of a failure were shown: those of ``rank``, else of torchrun, else of setup."""
+        """Return whether the last lines of a failure were shown: those of ``rank``, else of torchrun, else of setup."""
         state = self._states.get(index)
         if rank is not None or state is None:
             return state is not None and self._wanted.wants(f"rank-{rank}.log")
@@ -224,7 +224,7 @@ class Follower:
         state.is_done = True
 
     def _has_held(self, state: _NodeState) -> bool:
-        """Check that the connection answered and lasted, which resets the retries: a job may be silent for hours."""
+        """Return whether the connection answered and lasted, which resets the retries: a job may be silent."""
         return state.answered_at is not None and time.monotonic() - state.answered_at > self._retries.longest_gap_s
 
     def _listen(self, index: int, talk: Talk) -> None:

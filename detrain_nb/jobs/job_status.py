@@ -209,7 +209,7 @@ def _first_failed(reports: Mapping[str, NodeReport], state: str) -> str:
 
 
 def has_failed(state: str, exit_code: int | None) -> bool:
-    """Check that a job is over, and neither succeeded nor was stopped by the user."""
+    """Return whether a job is over, and neither succeeded nor was stopped by the user."""
     return state in OVER and state != STOPPED and exit_code != 0
 
 

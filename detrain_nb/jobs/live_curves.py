@@ -135,7 +135,7 @@ class LiveCurves:
                 curve.add(step, _as_float(value))
 
     def _counts_otherwise(self, step: int, rank: int, names: Iterable[str]) -> bool:
-        """Check that a line counts in epochs or the like: an earlier step, yet new for its names, not a restart's."""
+        """Return whether a line counts in epochs or the like: an earlier step, new for its names, no restart."""
         if rank != self._lead or self.last_step is None or step >= self.last_step:
             return False
         lasts = [curve.last_step for name in names if (curve := self._curves.get(name))]

@@ -143,7 +143,7 @@ class FollowedFile:
 
 
 def _is_of_bar(text: bytes, found: re.Match[bytes]) -> bool:
-    """Check that a match is a progress bar: it has a rate, and its line was redrawn."""
+    """Return whether a match is a progress bar: it has a rate, and its line was redrawn."""
     begin = max(0, found.start() - _MOST_DRAWN_BYTES)
     is_redrawn = text.rfind(b"\r", begin, found.start()) > text.rfind(b"\n", begin, found.start())
     return is_redrawn and (b"/s" in found[1] or b"s/" in found[1])

@@ -175,7 +175,7 @@ def _note(
 
 
 def _may_come(row: JobSummary) -> bool:
-    """Check that another process is still submitting the job, and no node has it yet."""
+    """Return whether another process is still submitting the job, and no node has it yet."""
     if row.state != SUBMITTING:
         return False
     is_at_it = is_being_submitted(row.name)

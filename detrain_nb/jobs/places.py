@@ -68,7 +68,7 @@ class HerePlace:
         return new, os.open(new, os.O_RDWR | os.O_CREAT | os.O_EXCL | _CAREFUL, 0o666, dir_fd=self.opened), False
 
     def _is_named(self, name: str, opened: int) -> bool:
-        """Check that another fetch has not completed and renamed the part meanwhile."""
+        """Return whether another fetch has not completed and renamed the part meanwhile."""
         return os.path.samestat(os.fstat(opened), os.stat(name, dir_fd=self.opened, follow_symlinks=False))
 
     def put(self, part: str) -> None:
@@ -80,7 +80,7 @@ class HerePlace:
 
 
 def _is_own(opened: int) -> bool:
-    """Check that a file is this user's, has no other name, and is not written by another process; lock it."""
+    """Return whether a file is this user's, has no other name, and is not written by another process; lock it."""
     state = os.fstat(opened)
     if not stat.S_ISREG(state.st_mode) or state.st_nlink != 1:
         return False

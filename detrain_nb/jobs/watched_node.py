@@ -133,7 +133,7 @@ class WatchedNode:
         return self._take_log(name, offset, data, read_times(said.get("times")))
 
     def _is_of_job(self, name: str) -> bool:
-        """Check that a file is of setup or of a rank of the job; of very many files, only the first count."""
+        """Return whether a file is of setup or of a rank of the job; of very many files, only the first count."""
         known = self._metrics if _is_metrics(name) else self._logs
         if name not in known and len(known) >= _MOST_LOGS:
             return False

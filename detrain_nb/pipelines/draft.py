@@ -176,7 +176,7 @@ def _read_field(field: FieldInfo, typed: object, path: Path, faults: dict[str, s
 
 
 def _is_aside(path: Path, source: Mapping[str, Any]) -> bool:
-    """Check that ``path`` is the choice of a source kind, or belongs to a kind that is not chosen."""
+    """Return whether ``path`` is the choice of a source kind, or belongs to a kind that is not chosen."""
     if path[:1] != ("source",) or len(path) != 2:
         return False
     if path[1] == "kind":

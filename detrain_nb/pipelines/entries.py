@@ -78,7 +78,7 @@ class Entry:
         return f"{self.name} {self.file} {self.description} {self.mesh} {self.nodes} {job} {self.fault}".casefold()
 
     def matches(self, search: str) -> bool:
-        """Check that every word of ``search`` occurs in `searched`."""
+        """Return whether every word of ``search`` occurs in `searched`."""
         return all(word in self.searched for word in search.casefold().split())
 
 

@@ -39,7 +39,7 @@ class _Name(str):
 
 
 def _has_lines(text: str) -> bool:
-    """Check that a text has several lines, and fits between triple quotes unchanged."""
+    """Return whether a text has several lines, and fits between triple quotes unchanged."""
     lines = text.split("\n")
     is_plain = all(line.isprintable() for line in lines) and '"""' not in text and "\\" not in text
     return len(lines) > 1 and is_plain and not text.endswith('"')

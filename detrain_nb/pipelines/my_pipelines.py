@@ -292,12 +292,12 @@ class MyPipelines:
 
 
 def _is_listed(name: str) -> bool:
-    """Check that a file can be a pipeline; a schema for editors is not."""
+    """Return whether a file can be a pipeline; a schema for editors is not."""
     return name.endswith(SUFFIXES) and not name.startswith(".") and not name.endswith(".schema.json")
 
 
 def _is_name(text: str) -> bool:
-    """Check that a text can be a name in the folder; ``train.yaml`` is a file next to the notebook."""
+    """Return whether a text can be a name in the folder; ``train.yaml`` is a file next to the notebook."""
     return Path(text).suffix.lower() not in (".json", ".yaml", ".yml")
 
 

@@ -52,12 +52,12 @@ class SessionLog(SlotsOnly):
         return self._state.history.collective
 
     def has_ended_well(self, cell: int) -> bool:
-        """Check that a cell has ended, failed on no rank and was not stopped. Raises: SpecError for an unknown cell."""
+        """Return whether a cell has ended, failed on no rank and was not stopped. Raises: SpecError: unknown cell."""
         self._require_known(cell)
         return self._state.history.has_ended_well(cell)
 
     def has_failed(self, cell: int) -> bool:
-        """Check that a cell failed or was stopped on a rank, or lost a rank; False for an unknown cell."""
+        """Return whether a cell failed or was stopped on a rank, or lost a rank; False for an unknown cell."""
         return self._state.history.has_failed(cell)
 
     @property

@@ -25,7 +25,7 @@ class Pace:
         self.lets_go_at: float | None = None  # while ranks wait: when they stop waiting if the notebook reads nothing
 
     def has_to_wait(self, spool: Spool, waiting_bytes: int) -> bool:
-        """Check whether the ranks have to wait now.
+        """Return whether the ranks have to wait now.
 
         ``waiting_bytes``: the bytes that were read from ``spool`` and have not reached the notebook yet.
         """

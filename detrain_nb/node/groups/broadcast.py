@@ -169,7 +169,7 @@ def _refuse_wrapped(variables: Mapping[str, object]) -> None:
 
 
 def _is_plain(value: Any, seen: set[int]) -> bool:
-    """Check that ``value`` arrives unchanged as raw buffers and shares no memory with a value that was ``seen``."""
+    """Return whether ``value`` arrives unchanged as raw buffers and shares no memory with a value that was ``seen``."""
     kind = type(value)
     if kind in _SCALARS:
         return True

@@ -119,7 +119,7 @@ def borrowed(fd: int) -> Iterator[socket.socket]:
 
 
 def is_listening(sock: socket.socket) -> bool:
-    """Check whether a socket accepts TCP connections. Raises: OSError."""
+    """Return whether a socket accepts TCP connections. Raises: OSError."""
     return sock.family in TCP and bool(sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
 
 

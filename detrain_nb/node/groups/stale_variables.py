@@ -129,7 +129,7 @@ def _names_used(error: BaseException) -> set[str]:
 
 
 def _is_of_ended_group(value: object) -> bool:
-    """Check whether ``value`` is a group that torch no longer knows, or DDP over one."""
+    """Return whether ``value`` is a group that torch no longer knows, or DDP over one."""
     distributed: Any = sys.modules.get("torch.distributed.distributed_c10d")
     with contextlib.suppress(Exception):  # a user's class may raise anything
         group = getattr(value, "process_group", None) if isinstance(value, torch.nn.Module) else value

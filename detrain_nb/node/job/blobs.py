@@ -66,7 +66,7 @@ class Blobs:
         return self._root / sha256[:2] / sha256
 
     def has(self, sha256: str, size: int) -> bool:
-        """Check that the file exists with this size; if so, it is kept for another month."""
+        """Return whether the file exists with this size; if so, it is kept for another month."""
         path = self.path(sha256)
         try:
             is_here = path.lstat().st_size == size

@@ -98,7 +98,7 @@ def _wait_and_kill(folder: Path, grace_s: float, talk: Talk) -> None:
 
 
 def _runs(status: dict[str, Any]) -> bool:
-    """Check that its runner runs: a different process with that pid has a different start time."""
+    """Return whether its runner runs: a different process with that pid has a different start time."""
     return bool(start_ticks(status["pid"]) == status["pid_started"])
 
 

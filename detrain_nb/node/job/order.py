@@ -154,7 +154,7 @@ def check_env(said: object) -> dict[str, str]:
 
 
 def fits_kernel(text: str) -> bool:
-    """Check that the kernel accepts a text as an argument, or as a variable with its name."""
+    """Return whether the kernel accepts a text as an argument, or as a variable with its name."""
     return "\0" not in text and len(text.encode("utf-8", "surrogatepass")) <= MOST_TEXT_BYTES
 
 

@@ -107,7 +107,7 @@ def read_status(folder: Path, *, boot: Callable[[], str] = read_boot) -> dict[st
 
 
 def is_live(status: dict[str, Any]) -> bool:
-    """Check that a job is live: its runner, or the process preparing it, is running."""
+    """Return whether a job is live: its runner, or the process preparing it, is running."""
     return status["state"] in LIVE
 
 

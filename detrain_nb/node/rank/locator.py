@@ -204,7 +204,7 @@ def _checked_frames(told: object) -> list[_Frame] | None:
 
 
 def _is_complete(dump: bytes) -> bool:
-    """Check whether the dump reaches the frames that run the cell, or faulthandler's frame limit."""
+    """Return whether the dump reaches the frames that run the cell, or faulthandler's frame limit."""
     text = dump.rpartition(_HEAD)[2].decode(errors="replace")
     return _RUNS_CELLS.search(text) is not None or text.endswith("\n  ...\n")
 

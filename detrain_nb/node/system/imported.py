@@ -180,7 +180,7 @@ def _names_in(folder: str) -> frozenset[str]:
 
 
 def _is_package(entry: os.DirEntry[str]) -> bool:
-    """Check whether an entry may be a package; links count unseen, as their file system may not respond."""
+    """Return whether an entry may be a package; links count unseen, as their file system may not respond."""
     if not entry.name.isidentifier():
         return False
     return entry.is_symlink() or (

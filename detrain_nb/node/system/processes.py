@@ -120,7 +120,7 @@ def start_ticks(pid: int) -> int:
 
 
 def has_ended(child: int) -> bool:
-    """Check whether a child has exited, without reaping it."""
+    """Return whether a child has exited, without reaping it."""
     return os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
 

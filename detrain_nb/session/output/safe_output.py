@@ -153,7 +153,7 @@ def safe_completions(found: Completions, *, code: str, position: int) -> Complet
 
 
 def _can_follow(before: str, match: str) -> bool:
-    """Check that ``match`` is a whole name after ``before``, or the key of a dict there, whose quote may be open."""
+    """Return whether ``match`` is a whole name after ``before``, or a dict's key there, whose quote may be open."""
     last = before[-1:]
     if len(match) > _LONGEST_COMPLETION or not match.isprintable() or _UNSEEN.search(match):
         return False

@@ -79,7 +79,7 @@ class GroupState:
         return any(list(self._has_group.values()))
 
     def is_current(self, incarnations: Mapping[int, int]) -> bool:
-        """Check that the latest generation is not ended, all ranks know it, and it is checked as configured."""
+        """Return whether the latest generation is not ended, all ranks know it, and it is checked as configured."""
         is_as_wanted = self._begun_checked == self._is_checked or self.any_has
         return not self.is_ended and self._begun_by == incarnations and is_as_wanted
 
@@ -129,7 +129,7 @@ class GroupState:
             self._times_given_up += 1
 
     def is_given_up(self, incarnations: Mapping[int, int]) -> bool:
-        """Check that the same ranks could not make a group, or that ranks have failed ``_ATTEMPTS`` times."""
+        """Return whether the same ranks could not make a group, or that ranks have failed ``_ATTEMPTS`` times."""
         return self._given_up == incarnations or self._times_given_up >= _ATTEMPTS
 
     def note_made(self) -> None:

@@ -31,7 +31,7 @@ class History:
         return frozenset(self._collective)
 
     def knows(self, number: int) -> bool:
-        """Check that a cell was sent from here, or that an agent reported it as sent by an earlier notebook."""
+        """Return whether a cell was sent from here, or that an agent reported it as sent by an earlier notebook."""
         return number in self._known
 
     def next_cell(self, *, at_least: int) -> int:
@@ -73,11 +73,11 @@ class History:
         self._failed.add(number)
 
     def has_ended_well(self, number: int) -> bool:
-        """Check that a cell failed on no rank, was not stopped, and is not running."""
+        """Return whether a cell failed on no rank, was not stopped, and is not running."""
         return number not in self._failed | self._not_ended_well
 
     def has_failed(self, number: int) -> bool:
-        """Check that a cell failed or was stopped on a rank, or that a rank was lost in it."""
+        """Return whether a cell failed or was stopped on a rank, or that a rank was lost in it."""
         return number in self._failed
 
     def end_well(self, number: int) -> None:

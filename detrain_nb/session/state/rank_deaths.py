@@ -40,7 +40,7 @@ def advice(ends: Mapping[int, RankEnded], *, world_size: int, is_told: bool = Fa
 
 
 def is_gone(end: RankEnded) -> bool:
-    """Check that the rank was lost with its node, so that no agent can restart it."""
+    """Return whether the rank was lost with its node, so that no agent can restart it."""
     return end.exit_code < 0
 
 

@@ -63,7 +63,7 @@ class RankOwners:
         self._first, self._world_size = first, world_size
 
     def may_speak_for(self, rank: int, node: int) -> bool:
-        """Check that ``node`` owns ``rank``, or is the first to claim it while owners are unknown."""
+        """Return whether ``node`` owns ``rank``, or is the first to claim it while owners are unknown."""
         owner = self._owner_of(rank, node)
         if owner and owner != node and not self._is_known and not self._is_noted:
             self._disputed.setdefault(rank, (owner, node))

@@ -74,7 +74,7 @@ class Request:
         return bool(self._waiting_for)
 
     def waits_for(self, rank: int) -> bool:
-        """Check that ``rank`` has not answered yet."""
+        """Return whether ``rank`` has not answered yet."""
         return rank in self._waiting_for
 
     @property
@@ -201,7 +201,7 @@ class Requests:
         return {rank: request.left_as for request in left for rank in wanted if request.waits_for(rank)}
 
     def are_open(self, number: int) -> bool:
-        """Check that request ``number`` awaits answers, or that ranks still work on it."""
+        """Return whether request ``number`` awaits answers, or that ranks still work on it."""
         return number in self._open or number in self._left
 
     def take(self, message: Any) -> None:

@@ -246,11 +246,11 @@ class SessionState:
         return {rank: cell for cell in list(self._cells.values()) for rank in cell.running}
 
     def can_measure(self, node: int) -> bool:
-        """Check that the agent of a node supports ``Measure``; the agent of an earlier release does not."""
+        """Return whether the agent of a node supports ``Measure``; the agent of an earlier release does not."""
         return self._can(node, "measures")
 
     def can_tell_variables(self, node: int) -> bool:
-        """Check that the agent of a node supports ``AskVariables``."""
+        """Return whether the agent of a node supports ``AskVariables``."""
         return self._can(node, "tells_variables")
 
     def _can(self, node: int, ability: str) -> bool:
@@ -263,7 +263,7 @@ class SessionState:
         return [cell for cell in over if not set(cell.ranks).isdisjoint(ranks)]
 
     def is_at_home(self, rank: int, *, node_of: Mapping[int, int] | None = None) -> bool:
-        """Check that a rank is on this machine, or on one as trusted; ``node_of``: the nodes of an earlier plan."""
+        """Return whether a rank is on this machine, or on one as trusted; ``node_of``: the nodes of an earlier plan."""
         node = (self.node_of if node_of is None else node_of).get(rank)
         return node is not None and node not in self._strangers
 
@@ -455,7 +455,7 @@ class SessionState:
             )
 
     def _takes_all_with_it(self, node: int) -> bool:
-        """Check that the loss of a node fails the session: it hosts the rendezvous store, or ranks are not up yet."""
+        """Return whether the loss of a node fails the session: it has the rendezvous store, or ranks are not up."""
         is_beginning = not self._up or self._ranks_up.is_open or self._attached_to.is_open
         return node == 0 or is_beginning and not self._is_attaching
 
@@ -473,7 +473,7 @@ class SessionState:
         self._take(message, number, node, bundle=bundle, is_wanted=is_wanted)
 
     def _is_waited_for(self, message: Message) -> bool:
-        """Check that a message is not an answer, or answers an open request."""
+        """Return whether a message is not an answer, or answers an open request."""
         if isinstance(message, _ANSWERS):
             return self.requests.are_open(message.request)
         return not isinstance(message, GenerationReady) or message.number == self.groups.number
@@ -502,7 +502,7 @@ class SessionState:
             self.changes.note()
 
     def _is_missed(self, number: int, node: int) -> bool:
-        """Check that a numbered message was meant for an earlier notebook."""
+        """Return whether a numbered message was meant for an earlier notebook."""
         return node in self._attached and 0 < number <= self._attached[node].last_number
 
     @_one_at_a_time
