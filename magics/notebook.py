@@ -47,7 +47,7 @@ class RunCells:
         self._ipython.events.unregister("pre_run_cell", self._note)
 
     def are_newer_than(self, path: str) -> bool:
-        """Return whether the file at ``path`` is this notebook's and lacks cells that ran; False in other front ends."""
+        """Return whether the file at ``path`` is this notebook's and lacks cells that ran; False elsewhere."""
         saved: dict[str, str] = {}
         with contextlib.suppress(OSError, ValueError, LookupError, TypeError, RecursionError):
             path = os.path.expanduser(path)

@@ -202,7 +202,7 @@ class KernelScreen(Screen):
         self._outline.clear()
 
     def _would_be_stored_otherwise(self, items: list[Item], rest: list[Item]) -> bool:
-        """Return whether the text would be stored in other pieces, which not every front end joins as JupyterLab does."""
+        """Return whether the text would be stored in other pieces, which not all front ends join as JupyterLab does."""
         if sum(len(item.text) for item in items if isinstance(item, Text)) > _RESENT_CHARS:
             return False
         waiting = [each for each in self._waiting if not self._is_head(each[1])]
