@@ -635,7 +635,7 @@ def test_warm_process_that_is_killed_takes_the_ranks_along_and_is_told(processes
     session = _start()
     _warm_process(session).kill()
     assert_soon(lambda: not session.is_alive)
-    with session, pytest.raises(NodeLost, match="ended"):
+    with session, pytest.raises(NodeLost, match="exited: exit code -9"):
         session.run_cell("1")
     assert_soon(lambda: not processes())
 
