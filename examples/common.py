@@ -48,7 +48,7 @@ class Parser(argparse.ArgumentParser):
         args = self.parse_args()
         args.rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
         if world_size < 2:
-            self.error("one process has nobody to share a model with: torchrun --nproc_per_node=2 main.py")
+            self.error("this needs at least two processes: torchrun --nproc_per_node=2 main.py")
         args.has_master = has_master and world_size > 2
         args.is_master = args.has_master and args.rank == 0
         args.device = torch.device(self._device_type(args, world_size))

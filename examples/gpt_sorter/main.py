@@ -51,7 +51,7 @@ def make_data(samples: int) -> tuple[TensorDataset, TensorDataset]:
     digits = numbers[:, None] // 10 ** torch.arange(DIGITS) % 10
     rows = torch.cat([digits, digits.sort(1).values], 1)
     inputs, targets = rows[:, :-1], rows[:, 1:].clone()
-    targets[:, : DIGITS - 1] = -100  # nobody can know the next digit of the question
+    targets[:, : DIGITS - 1] = -100  # the next digit of the question cannot be predicted
     return TensorDataset(inputs[1000:], targets[1000:]), TensorDataset(inputs[:1000], targets[:1000])
 
 

@@ -366,8 +366,8 @@ def _deployed(spec: PipelineSpec, make_testbed: MakeTestbed, folder: Path) -> It
             pod.start(*container.argv, **container.env)
             started.callback(pod.stop)
         for pod in pods:
-            pod.wait_for("container: the job has ended, with status")
-            assert "with status 0; sshd stays" in pod.output, pod.output
+            pod.wait_for("container: the job has exited with status")
+            assert "with status 0; sshd keeps running" in pod.output, pod.output
         yield pods
 
 

@@ -62,7 +62,7 @@ def test_container_without_a_key_is_its_command() -> None:
     assert _enter("sh", "-c", 'echo "$A" "$1"; exit 3', "sh", "a  b", env={"A": "x  y"}) == (3, "x  y a  b\n")
     assert _enter("bash", "-c", "false; echo $-", env={"SHELLOPTS": "errexit"}) == (0, "hBc\n")
     status, said = _enter()
-    assert status == 2 and "there is nothing to do: give SSH_PUBKEY" in said
+    assert status == 2 and "there is nothing to do: set SSH_PUBKEY" in said
 
 
 def test_container_takes_the_same_names_for_secrets_as_imports() -> None:
@@ -75,7 +75,7 @@ def test_container_takes_the_same_names_for_secrets_as_imports() -> None:
 def test_what_is_no_public_key_is_refused_by_its_line_and_not_shown(keys: str, line: int) -> None:
     status, said = _enter(env={"SSH_PUBKEY": keys})
     assert (status, said.count("\n")) == (2, 1)
-    assert f"container: SSH_PUBKEY, line {line}: no public key: give what is in a file" in said
+    assert f"container: SSH_PUBKEY, line {line}: not a public key: give the contents of a file" in said
     assert "b3Blb" not in said and "BEGIN" not in said
 
 
@@ -83,10 +83,10 @@ def test_what_is_no_public_key_is_refused_by_its_line_and_not_shown(keys: str, l
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
 def test_user_who_cannot_be_is_refused_with_one_line(tmp_path: Path) -> None:
     for user, env, words in [
-        (0, {}, "it runs as root, and has no user trainer to go on as: start it as another user"),
-        (54321, {}, "uid 54321 is no user of this image"),
-        (65534, {}, "nobody cannot write /nonexistent/.detrain_nb: make it a folder of theirs, or name another one in"),
-        (65534, {"DETRAIN_NB_STATE": "/dev/shm/detrain_nb"}, "others than nobody can write /dev/shm, where its keys"),
+        (0, {}, "the container runs as root and has no user trainer to switch to: start it as another user"),
+        (54321, {}, "uid 54321 has no user in this image"),
+        (65534, {}, "nobody cannot write to /nonexistent/.detrain_nb: change its owner, or set DETRAIN_NB_STATE to"),
+        (65534, {"DETRAIN_NB_STATE": "/dev/shm/detrain_nb"}, "users other than nobody can write to /dev/shm, which"),
     ]:
         status, said = _enter("true", env={"SSH_PUBKEY": _KEY, **env}, user=user)
         assert (status, said.count("\n")) == (2, 1), said
@@ -101,7 +101,7 @@ def _check_that_root_gives_the_volume_away(testbed: Testbed) -> None:
     assert testbed.output("h0", f"{start} '{job}'").split() == ["trainer", "NoNewPrivs:", "1"]
     through_link = "ln -s /run/other /run/link && DETRAIN_NB_VOLUME=/run/link/ /run/entrypoint.sh true 2>&1"
     said, owner = testbed.output("h0", f"{through_link} || stat -c %U /run/other").splitlines()
-    assert "leads through a link: name the folder itself" in said and owner == "root"
+    assert "is a link or is below one: give the path of the folder itself" in said and owner == "root"
 
 
 def _check_that_checkpoints_need_a_volume_that_the_job_can_write(testbed: Testbed) -> None:
@@ -142,8 +142,8 @@ def test_job_runs_once_beside_sshd_and_its_model_can_be_fetched(make_testbed: Ma
         job = f'exec python3 -m torch.distributed.run {options}="{address}:29500" --node-rank={rank} job.py'
         pod.start("sh", "-c", f'printf %s "$JOB" >job.py && {job}', SSH_PUBKEY=pod.public_key, JOB=_STATIC, **_ENV)
     for pod in (first, other):
-        pod.wait_for("container: the job has ended, with status")
-        assert "with status 0; sshd stays" in pod.output, pod.output
+        pod.wait_for("container: the job has exited with status")
+        assert "with status 0; sshd keeps running" in pod.output, pod.output
         assert "the sum is 3 8080 good" in pod.output
         assert pod.run("cat", "model") == "3"
     seen = dict(line.partition("=")[::2] for line in first.run("env").splitlines())
@@ -170,7 +170,7 @@ def test_job_runs_once_beside_sshd_and_its_model_can_be_fetched(make_testbed: Ma
         assert first.stop() == 143
     assert len(keys) == 1, "it is another host for who knows it"
     assert begun == [True, False]
-    assert "the job has ended before, with status 7, and is not run again" in first.output
+    assert "the job has already exited with status 7, and is not run again" in first.output
 
     other.stop()
     other.start("sh", "-c", "trap 'echo told; exit' TERM; echo waiting; while :; do sleep 0.1; done", SSH_PUBKEY=_KEY)
