@@ -1,19 +1,19 @@
-# Set-up and everyday commands; `make` alone lists them. Nothing has to be installed by hand before.
+# Set-up and everyday commands; `make` without a target lists them. Nothing needs to be installed first.
 
 VENV ?= .venv
 PYTHON ?= python3
-# PyTorch's own index, to choose a build: TORCH_INDEX=https://download.pytorch.org/whl/cpu has no CUDA in it.
+# A package index of PyTorch, to choose a build: TORCH_INDEX=https://download.pytorch.org/whl/cpu is without CUDA.
 TORCH_INDEX ?=
-# Debian packages are installed where the user is root; SYSTEM_DEPS=no leaves them alone.
+# If the user is root, missing Debian packages are installed; SYSTEM_DEPS=no prevents that.
 SYSTEM_DEPS ?= yes
 PYTEST_ARGS ?=
-# Files of tests side by side, three of the quick ones, which wait a good deal. PYTEST_ARGS='-n 0 ...' runs one after the
-# other, with its output as it comes.
+# Test files run in parallel: three of the quick ones, which mostly wait. PYTEST_ARGS='-n 0 ...' runs them one by one,
+# with live output.
 PYTEST := $(VENV)/bin/pytest --dist loadfile -n
 GPU_ARGS ?=
-# What `make test-near` compares with.
+# The commit that `make test-near` compares with.
 BASE ?= HEAD
-# What `make test-all` begins anew, and which rooms it is kept to.
+# FRESH=1: `make test-all` starts from the beginning. ROOMS: it runs only these rooms.
 FRESH ?=
 ROOMS ?=
 COMMA := ,
@@ -21,21 +21,21 @@ AXE := axe-core@4.14.1
 LAB_ARGS ?=
 
 NOTEBOOK := notebooks/01_quickstart.ipynb
-# What is done once leaves a file here: the second call of a target is quick.
+# Each finished step leaves a file here, so that the next call skips it.
 DONE := $(VENV)/.done
 PIP_INSTALL := $(VENV)/bin/python -m pip install --constraint constraints.txt
 HAS_ENSUREPIP := '$(PYTHON)' -c 'import ensurepip, venv' 2>/dev/null
-# What runs on a node: checked once more as Python 3.10, whose standard library mypy knows.
+# The rooms that run on a node: mypy checks them as Python 3.10 too.
 ON_NODE = $(shell sed -n 's/^    on a node: *//p' docs/design.md | tr -d ,)
-# A Python that the code is for: the notebook's side, or, as on a node, an older one.
+# The oldest Python for the notebook's side; on a node, NODE_PYTHON.
 OLDEST := 3.11
-# Beside that of $(VENV): each has an environment of its own, .venv-3.12. Where it is not installed, it is named and left out.
+# Other Pythons to test, each in its own environment (.venv-3.12). Those that are not installed are named and skipped.
 OTHER_PYTHONS := 3.12 3.13
 NODE_PYTHON := 3.10
-# An ipykernel with sub-shells, the oldest that pyproject.toml allows; and one without, for what views say there.
+# The oldest ipykernel that pyproject.toml allows, which has sub-shells; and one without, to test what views show there.
 OLD_KERNEL := 7.1.0
 KERNEL_WITHOUT_SUBSHELLS := 6.31.0
-# What differs between Pythons: frames, tracebacks, signals, pickles, and torch itself.
+# The tests of what differs between Pythons: frames, tracebacks, signals, pickles, and torch itself.
 SMOKE := tests/test_values.py tests/test_wire.py tests/test_launch.py tests/node tests/session/test_session.py \
   tests/session/test_failures.py tests/session/test_stop.py tests/session/test_death.py tests/magics/test_distributed.py \
   tests/parallel/test_splitter.py tests/parallel/test_pipeline.py tests/training/test_trainer.py
@@ -43,11 +43,11 @@ VENV_PACKAGE = $$('$(PYTHON)' -c 'import sys; print("python3.%d-venv" % sys.vers
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_NO_INPUT := 1
-# A shell reads them as they were given.
+# Recipes read these in the shell, unchanged.
 export ROOMS BASE
-# What belongs to another environment stays out of this one.
+# Keep other environments out of this one.
 unexport PYTHONPATH PYTHONHOME
-# Every process of every rank would compile our modules anew, and pytest each test.
+# With it, every process of every rank would compile our modules again, and pytest every test.
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
@@ -79,21 +79,21 @@ test: $(DONE)/test test-deps ## unit, real-process and notebook tests: 10 minute
 test-slow: $(DONE)/test test-deps ## the tests that take longer: 21 minutes
 	exec $(PYTEST) 2 -m 'slow and not thorough' $(PYTEST_ARGS)
 
-test-thorough: $(DONE)/test test-deps ## the widest of all, before a release: left out of .ci/run
+test-thorough: $(DONE)/test test-deps ## the longest tests, for a release; .ci/run leaves them out
 	exec $(PYTEST) 2 -m thorough $(PYTEST_ARGS)
 
-# Both, whatever becomes of the first. Where nothing can be installed: python benchmarks/gpu.py
-test-gpu: $(DONE)/test ## on a machine with GPUs: what only these can show; the figures go to benchmarks/results
+# Run both, even if the first fails. Where nothing can be installed, use python benchmarks/gpu.py.
+test-gpu: $(DONE)/test ## the tests and figures that need a GPU; the figures go to benchmarks/results
 	status=0; $(VENV)/bin/pytest -m gpu $(PYTEST_ARGS) || status=1; \
 	  $(VENV)/bin/python benchmarks/gpu.py $(GPU_ARGS) || status=1; exit $$status
 
-test-all: $(DONE)/test test-deps ## everything, a room after the other, at most 90 minutes; goes on where it was: FRESH=1, ROOMS='spec cli'
+test-all: $(DONE)/test test-deps ## all tests, room by room, at most 90 minutes; continues where it stopped (FRESH=1, ROOMS='spec cli')
 	@exec $(VENV)/bin/python -m tests.checks.everything $(if $(FRESH),--fresh) --rooms "$$ROOMS" -- -n 2 --dist loadfile $(PYTEST_ARGS)
 
-test-near: $(DONE)/test test-deps ## the quick tests near what changed since HEAD, or BASE=rev: for a look, it decides nothing
+test-near: $(DONE)/test test-deps ## the quick tests near the changes since HEAD, or BASE=rev: a first look, not a verdict
 	@exec $(VENV)/bin/python -m tests.checks.near "$$BASE" $(PYTEST_ARGS)
 
-test-pythons: test-deps ## the quickstart and a part of the tests on Python 3.12 and 3.13, and a rank on 3.10
+test-pythons: test-deps ## the quickstart and some tests on Python 3.12 and 3.13, and a rank on 3.10
 	@verdict=; status=0; \
 	for version in $(OTHER_PYTHONS) $(NODE_PYTHON); do \
 	  python=$$($(call find_python,$$version)); started=$$(date +%s); \
@@ -113,7 +113,7 @@ test-kernels: $(DONE)/test test-deps ## live views in a browser, in kernels of a
 	@$(call test_kernel,$(OLD_KERNEL),tests/lab/test_views.py)
 	@$(call test_kernel,$(KERNEL_WITHOUT_SUBSHELLS),tests/lab/test_old_kernel.py)
 
-# The notebook is the Python of $(VENV), one of its ranks is $(NODE) on another host.
+# The notebook uses the Python of $(VENV); one of its ranks, on another host, uses $(NODE).
 test-node: $(DONE)/test
 	$(MAKE) VENV=$(NODE_VENV) PYTHON='$(NODE)' OLDEST=$(NODE_PYTHON) $(NODE_VENV)/.done/node
 	$(VENV)/bin/pytest tests/session/test_ssh_older_python.py --older-python '$(abspath $(NODE_VENV))/bin/python' $(PYTEST_ARGS)
@@ -123,17 +123,17 @@ test-deps:
 	@$(call axe_core,$(VENV)/share/axe-core)
 	@$(call akash_parser,tests/formats/akash,$(VENV)/share/akash)
 
-lint: ruff mypy ## ruff, then mypy --strict as Python 3.11 and, what runs on a node, as 3.10
+lint: ruff mypy ## ruff, then mypy --strict as Python 3.11, and as 3.10 for the code on a node
 
 ruff: $(DONE)/test
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 
-# mypy does not see through an editable install with mapped packages: it reads a copy laid out as in the wheel.
+# mypy cannot follow an editable install with mapped packages, so it reads a copy laid out like the wheel.
 mypy: $(DONE)/test
 	@rm -rf build/mypy
 	@$(VENV)/bin/python -c 'import setuptools; setuptools.setup()' --quiet build_py --build-lib build/mypy
-# Both runs at once, each on a core; what the second says is shown when the first has found nothing.
+# Both runs at once, one per core; the second one's output is shown if the first finds nothing.
 	@export MYPYPATH=build/mypy; \
 	  echo '$(VENV)/bin/mypy --python-version 3.10  # on a node: $(ON_NODE)'; \
 	  $(VENV)/bin/mypy --python-version 3.10 --follow-imports silent --no-warn-unused-ignores \
@@ -143,7 +143,7 @@ mypy: $(DONE)/test
 	  $(VENV)/bin/mypy --package detrain_nb --package tests.checks || { wait $$on_node; exit 1; }; \
 	  wait $$on_node; status=$$?; cat build/mypy/on-node.txt; exit $$status
 
-# Any warning fails; then every link of the pages is followed, and nothing in them may come from the network.
+# A warning fails the build. Then every link is checked, and that no page loads anything from the network.
 docs: $(DONE)/docs ## the documentation site, in build/docs
 	rm -rf build/docs
 	$(VENV)/bin/sphinx-build -W --keep-going -q -b html docs build/docs
@@ -173,12 +173,12 @@ $(DONE)/venv:
 	@$(HAS_ENSUREPIP) || { \
 	  echo "$(PYTHON) lacks ensurepip: on Debian and Ubuntu run 'apt-get install $(VENV_PACKAGE)' as root" >&2; exit 1; }
 	'$(PYTHON)' -m venv $(VENV)
-# Beside a clone that has its usual name, `import detrain_nb` would find the clone's folder before an editable install: a
-# package that stands on the path, even as the last, comes before such a folder.
+# In the folder that contains a clone of the usual name, `import detrain_nb` would find the clone before the editable
+# install. A package on the path, even at its end, comes before such a folder.
 	@echo '$(CURDIR)' > "$$($(VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/zz_detrain_nb.pth"
 	@mkdir -p $(DONE) && touch $@
 
-# torch first and alone: whatever else asks for it then finds the build that was chosen here.
+# Install torch first and alone, so that later packages find the build that was chosen here.
 $(DONE)/torch: $(DONE)/venv constraints.txt
 	$(PIP_INSTALL) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch
 	@touch $@
@@ -187,13 +187,13 @@ $(DONE)/quickstart: $(DONE)/torch pyproject.toml
 	$(PIP_INSTALL) --editable '.[quickstart]'
 	@touch $@
 
-# The last torchtitan that reads TOML: of it the tests use the parser alone, which needs neither a GPU nor a dataset.
+# The last torchtitan that reads TOML. The tests use only its parser, which needs neither a GPU nor a dataset.
 $(DONE)/test: $(DONE)/torch pyproject.toml
 	$(PIP_INSTALL) --editable '.[quickstart,test]'
 	$(PIP_INSTALL) --no-deps torchtitan==0.2.2
 	@touch $@
 
-# What the user of a node installs there.
+# What a user installs on a node.
 $(DONE)/node: $(DONE)/torch
 	$(PIP_INSTALL) ipython numpy
 	@touch $@
@@ -206,13 +206,13 @@ $(DONE)/bench: $(DONE)/torch pyproject.toml
 	$(PIP_INSTALL) --editable '.[quickstart,bench]'
 	@touch $@
 
-# $(call find_python,VERSION): say where a Python is that runs: a shim of pyenv may be there and lead nowhere.
+# $(call find_python,VERSION): print the path of a Python that runs; a shim of pyenv may exist and not run.
 define find_python
 for python in "$$(command -v python$(1))" "$${PYENV_ROOT:-$$HOME/.pyenv}"/versions/$(1).*/bin/python$(1); do \
   "$$python" -c 'import sys; print(sys.executable)' 2>/dev/null && break; done
 endef
 
-# $(call test_kernel,VERSION,TESTS): run them with the kernels of this ipykernel, which has views and no torch beside it.
+# $(call test_kernel,VERSION,TESTS): run them with this ipykernel, in an environment that has the views and no torch.
 define test_kernel
 python='$(abspath $(VENV)-ipykernel-$(1))/bin/python'; echo "ipykernel $(1): $$python"; \
   $(VENV)/bin/python -m venv '$(VENV)-ipykernel-$(1)' \
@@ -221,7 +221,7 @@ python='$(abspath $(VENV)-ipykernel-$(1))/bin/python'; echo "ipykernel $(1): $$p
     && $(VENV)/bin/pytest $(2) --kernel-python "$$python" $(PYTEST_ARGS)
 endef
 
-# $(call debian,PACKAGES,WITHOUT): install Debian packages where we may, else say what their absence means and go on.
+# $(call debian,PACKAGES,WITHOUT): install Debian packages if permitted, else print what their absence means and continue.
 define debian
 ( missing=; for name in $(1); do \
     case "$$(dpkg-query --show --showformat='$${db:Status-Status}' $$name 2>/dev/null)" in \
@@ -235,7 +235,7 @@ define debian
     || echo "could not install$$missing: $(2)" )
 endef
 
-# $(call axe_core,FOLDER): fetch what finds barriers in a page: one file, which only the browser of the tests reads.
+# $(call axe_core,FOLDER): fetch the accessibility checker: one file, which only the browser of the tests loads.
 define axe_core
 ( [ ! -f $(1)/axe.min.js ] || [ "$$(cat $(1)/version 2>/dev/null)" != '$(AXE)' ] || exit 0; without='pages are not checked for accessibility'; \
   command -v npm >/dev/null || $(call debian,npm,$$without); \
@@ -246,7 +246,7 @@ define axe_core
     || echo "could not fetch $(AXE): $$without" )
 endef
 
-# $(call akash_parser,FROM,FOLDER): install Akash's own parser of SDLs, of the versions in FROM/package-lock.json; no script of a package runs.
+# $(call akash_parser,FROM,FOLDER): install Akash's own SDL parser with the versions in FROM/package-lock.json; no script of a package runs.
 define akash_parser
 ( [ ! -d $(2)/node_modules ] || [ "$$(cat $(1)/package-lock.json)" != "$$(cat $(2)/installed.json 2>/dev/null)" ] || exit 0; without='the parser of Akash checks no SDL'; \
   command -v npm >/dev/null || $(call debian,npm,$$without); \
