@@ -1,4 +1,4 @@
-"""Sessions for the tests of this room: one that the tests of a module share, and what watches over processes."""
+"""Fixtures of the session tests: a session for each module, a runtime folder, and the processes that a test starts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ from .soon import assert_no_session_is_left
 
 @pytest.fixture(scope="module", params=["here", "ssh"])
 def two_ranks(request: pytest.FixtureRequest) -> Callable[..., Session]:
-    """A function that starts two ranks: on this machine, or one on each of two hosts, where all is the same."""
+    """Return a function that starts two ranks: both on this machine, or one on each of two SSH hosts.
+
+    Both must behave in the same way.
+    """
     if request.param == "here":
         return lambda **options: Session.start(ranks=2, device="cpu", **options)
     testbed: Testbed = request.getfixturevalue("testbed_of_two")
@@ -29,14 +32,17 @@ def two_ranks(request: pytest.FixtureRequest) -> Callable[..., Session]:
 
 @pytest.fixture(scope="module")
 def session(two_ranks: Callable[[], Session]) -> Iterator[Session]:
-    """Two ranks on the CPU that the module's tests share; a test leaves them idle."""
+    """Start two ranks on the CPU, shared by the tests of a module; each test leaves them idle."""
     with two_ranks() as started:
         yield started
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Over SSH all is slow, and what is the same there is left to `make test-thorough`, or runs here only."""
+    """Mark the tests that run over SSH as slow, and deselect those marked ``here_only``.
+
+    Tests marked ``rare_elsewhere`` behave the same over SSH, so only `make test-thorough` runs them there.
+    """
     if not config.getoption("--older-python"):
         items[:] = [item for item in items if "older_python" not in getattr(item, "fixturenames", ())]
     items[:] = [item for item in items if not (_is_elsewhere(item) and item.get_closest_marker("here_only"))]
@@ -52,7 +58,7 @@ def _is_elsewhere(item: pytest.Item) -> bool:
 
 @pytest.fixture(autouse=True, scope="session")
 def runtime_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Sessions of the tests live in a folder of their own, and none is left there."""
+    """Keep the tests' sessions in a folder of their own, and check at the end that no session is left in it."""
     folder = tmp_path_factory.mktemp("run")
     folder.chmod(0o700)
     with pytest.MonkeyPatch.context() as patch:
@@ -63,7 +69,7 @@ def runtime_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.fixture
 def processes(cold_starts: None, runtime_folder: Path) -> Callable[[], set[psutil.Process]]:
-    """The processes of the test's sessions and all they started, whoever their parent is: their environment tells."""
+    """Return a function that finds the processes of the test's sessions by their environment, whatever their parent."""
     before = _processes_of(runtime_folder)
     return lambda: _processes_of(runtime_folder) - before
 

@@ -1,4 +1,4 @@
-"""A node whose agent is a thread of the test: it behaves until the test has it say something else."""
+"""A node whose agent is a thread of the test: it behaves correctly until the test makes it send something else."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ INFO = {"device": "cpu", "backend": "gloo", "init": True}
 
 
 class FakeNode:
-    """A transport to an agent that has one rank; ``answers`` replaces what it says to a message of that type."""
+    """A transport to an agent with one rank; ``answers`` replaces its answers to messages of a type."""
 
     is_this_machine = False
     is_trusted = False
@@ -103,7 +103,7 @@ class FakeNode:
             with contextlib.suppress(OSError):
                 sock.shutdown(socket.SHUT_RDWR)
 
-    # ---- what it says
+    # ---- sending
 
     def say(self, *messages: Message, is_numbered: bool = True) -> None:
         for message in messages:
@@ -111,19 +111,19 @@ class FakeNode:
             self.say_bytes(to_frame(message).to_bytes(number=self._number if is_numbered else 0))
 
     def say_bytes(self, data: bytes) -> None:
-        """Send; it may be hung up on meanwhile."""
+        """Send bytes; does nothing if the connection has been closed."""
         with contextlib.suppress(OSError):
             self._sock.sendall(data)
 
     def wait_until_hung_up_on(self, limit_s: float = 20.0) -> bool:
-        """The notebook has closed the connection."""
+        """Return whether the notebook closes the connection within ``limit_s``."""
         return self._ended.wait(limit_s)
 
     # ---- as an agent
 
     def _serve(self, sock: socket.socket) -> None:
         reader = FrameReader()
-        with contextlib.suppress(OSError, WireError):  # it acknowledges what no agent of ours numbers
+        with contextlib.suppress(OSError, WireError):  # the notebook may acknowledge numbers that no real agent uses
             while data := sock.recv(1 << 16):
                 for frame in reader.feed(data):
                     message = frame.message()

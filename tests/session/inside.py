@@ -1,4 +1,4 @@
-"""What tests look at, or get in the way of, that a session does not offer: they reach it here alone."""
+"""Internals of a session that tests inspect or patch; the tests reach them only through this module."""
 
 from __future__ import annotations
 

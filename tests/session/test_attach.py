@@ -1,4 +1,4 @@
-"""Sessions that outlive the process that held them: what the next one finds, what it is shown, who may have them."""
+"""Sessions that outlive their process: what the next process finds, what it is shown, and which one may attach."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ for line in sys.stdin:
 
 
 class OtherProcess:
-    """A Python process that holds sessions; it does what it is told, and can be killed."""
+    """A Python process that holds sessions; it runs code that the test sends, and can be killed."""
 
     def __init__(self) -> None:
         self.process = subprocess.Popen(
@@ -53,12 +53,12 @@ class OtherProcess:
         )
 
     def start(self, code: str) -> None:
-        """Let it run ``code``, which begins where this line does."""
+        """Send ``code`` to the process, without waiting until it has run."""
         assert self.process.stdin is not None
         self.process.stdin.write(json.dumps(code) + "\n")
 
     def result(self) -> Any:
-        """What it set ``answer`` to, or an AssertionError with what it raised."""
+        """Wait for the code and return its ``answer``; an exception in it becomes an AssertionError."""
         assert self.process.stdout is not None
         kind, said = json.loads(self.process.stdout.readline())
         assert kind == "ok", f"{kind}: {said}"
@@ -73,7 +73,7 @@ class OtherProcess:
         self.process.wait(_LIMIT_S)
 
     def leave(self) -> None:
-        """Let it come to its end, as a script does."""
+        """Let the process exit normally, as a script does."""
         assert self.process.stdin is not None
         self.process.stdin.close()
         assert self.process.wait(_LIMIT_S) == 0
@@ -86,7 +86,7 @@ class OtherProcess:
 
 
 class Observer(CellObserver):
-    """Keeps what it is shown, all in one list; ``is_slow`` says that it is never done with showing it."""
+    """An observer that keeps all it is shown in one list; with ``is_slow`` it never reports output as shown."""
 
     def __init__(self) -> None:
         self.shown: list[tuple[int | str, str]] = []
@@ -118,7 +118,7 @@ def other() -> Iterator[OtherProcess]:
 
 @pytest.fixture
 def name(runtime_folder: Path) -> Iterator[str]:
-    """A name for a session; the session is ended after the test, whatever became of it."""
+    """Yield a name for a session; a session of that name is stopped after the test, whoever holds it."""
     chosen = f"mine-{uuid.uuid4().hex[:6]}"
     yield chosen
     if (runtime_folder / chosen).exists():
@@ -141,7 +141,7 @@ def _wait_for(path: Path) -> None:
     _eventually(path.exists)
 
 
-# ---- what the next one finds
+# ---- what the next process finds
 
 
 def test_interrupt_of_an_attach_lets_go_of_the_agents(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -265,7 +265,7 @@ def test_rank_that_died_while_nobody_was_there_is_told_with_the_next_cell(
     _eventually(lambda: not psutil.pid_exists(pids[1]))
     with Session.attach(name) as session:
         observer = Observer() if reported == "notice" else None
-        _eventually(lambda: session.status().ranks[1].pid != pids[1])  # the news may still be on their way to the agent
+        _eventually(lambda: session.status().ranks[1].pid != pids[1])  # the agent may not know of the death yet
         values = session.run_cell("('kept' in globals(), dist.get_world_size())", observer=observer).values
         assert values == {0: (True, 2), 1: (False, 2)}
         [told] = observer.notices if observer else session.news.notices
@@ -275,7 +275,7 @@ def test_rank_that_died_while_nobody_was_there_is_told_with_the_next_cell(
 
 @pytest.mark.slow
 def test_attach_while_a_rank_starts_again(other: OtherProcess, name: str) -> None:
-    """The news of its end come before the agent's answer."""
+    """The report of the rank's death arrives before the agent's answer to the attach."""
     other.run(_start(name))
     other.run("s.run_cell('kept = rank')")
     status = other.run("answer = [(r.pid) for r in s.status().ranks]")
@@ -299,7 +299,7 @@ def test_death_that_was_not_told_yet_is_told_by_the_next_one(other: OtherProcess
     pid = other.run("answer = s.run_cell('import os; os.getpid()').values[1]")
     os.kill(pid, signal.SIGKILL)
     other.run("import time\nwhile s.status().ranks[1].state != 'idle' or not s._core.state.fresh: time.sleep(.01)")
-    other.run("time.sleep(1)")  # time to acknowledge it
+    other.run("time.sleep(1)")  # time to acknowledge the death
     other.kill()
     with Session.attach(name) as session:
         session.run_cell("1")
@@ -308,14 +308,14 @@ def test_death_that_was_not_told_yet_is_told_by_the_next_one(other: OtherProcess
 
 @pytest.mark.slow
 def test_death_before_a_cell_that_runs_is_not_taken_for_its_end(other: OtherProcess, name: str, tmp_path: Path) -> None:
-    """What the spool still has of the death of a rank comes when the rank's successor runs a cell."""
+    """The spool delivers the death of the old rank while the restarted rank already runs a cell."""
     other.run(_start(name, init=False))
     pid = other.run("answer = s.run_cell('import os; os.getpid()').values[1]")
     os.kill(pid, signal.SIGKILL)
     other.run("import time\nwhile s.status().ranks[1].state != 'idle' or not s._core.state.fresh: time.sleep(.01)")
     code = f"import os, time\nopen('{tmp_path}/' + str(rank), 'w')\n"
     code += f"while not os.path.exists('{tmp_path}/go'): time.sleep(.01)"
-    other.start(f"s.run_cell({code!r})")  # without an observer it is not shown, nor acknowledged
+    other.start(f"s.run_cell({code!r})")  # without an observer the death is neither shown nor acknowledged
     _wait_for(tmp_path / "1")
     other.kill()
     with Session.attach(name) as session:
@@ -353,7 +353,7 @@ def test_end_of_the_launcher_while_nobody_was_there_is_told_after_what_was_misse
     _eventually(lambda: not processes())
 
 
-# ---- what it is shown
+# ---- what the next process is shown
 
 
 @pytest.mark.slow
@@ -372,7 +372,7 @@ for i in range(20_000, 20_100): print(i)
     other.start(f"s.run_cell({code!r})")
     _wait_for(tmp_path / "0")
     _wait_for(tmp_path / "1")
-    time.sleep(1)  # time enough to acknowledge what nobody was shown
+    time.sleep(1)  # time enough to acknowledge output that was not shown
     other.kill()
     (tmp_path / "go").touch()
     _wait_for(tmp_path / "done0")
@@ -443,7 +443,7 @@ print("nd\\nthree")
     )
     other.start(f"s.run_cell({code!r}, observer=Shows())")
     _wait_for(tmp_path / "begun")
-    time.sleep(1.5)  # several looks at what was shown
+    time.sleep(1.5)  # time enough to check several times which output was shown
     other.kill()
     (tmp_path / "go").touch()
     with Session.attach(name) as session:
@@ -467,7 +467,7 @@ def test_value_and_error_that_came_meanwhile_are_there(other: OtherProcess, name
     _wait_for(tmp_path / "1")
     other.kill()
     (tmp_path / "go").touch()
-    time.sleep(1)  # time enough for them to come meanwhile; who comes before is told as well
+    time.sleep(1)  # usually both arrive before the attach; the test also passes if they do not
     with Session.attach(name) as session:
         run = session.log.follow(1, Observer())
         assert run.wait(_LIMIT_S) or run.is_cut_off
@@ -529,7 +529,7 @@ def test_blocked_cell_of_before_is_freed_and_variables_stay(other: OtherProcess,
     _wait_for(tmp_path / "1")
     other.kill()
     with Session.attach(name) as session:
-        _eventually(lambda: session.log.running_cells == {1: (0,)})  # rank 1 ends it right after it has made its file
+        _eventually(lambda: session.log.running_cells == {1: (0,)})  # rank 1 ends the cell just after creating its file
         _eventually(lambda: "all_reduce" in repr(session.ranks.where()))
         [story] = session.stop_cells().values()
         assert "freed" in story
@@ -623,7 +623,7 @@ s.stop()
     assert after - before < 60 << 20, "100 MB were missed"
 
 
-# ---- who may have it
+# ---- which process may hold the session
 
 
 def test_own_name_wins_at_once_over_a_process_that_hangs(other: OtherProcess, name: str) -> None:

@@ -1,4 +1,4 @@
-"""This machine beside hosts: ``localhost`` is one node of several, without SSH; who is not reached is refused."""
+"""``localhost`` as one node of several: it runs without SSH, and is refused if a host cannot reach it."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_this_machine_is_named_once_and_without_ssh(nodes: Any, complaint: str) 
 def test_localhost_beside_a_host(
     testbed: Testbed, processes: Processes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In one session, as a start takes its time: names, the folder, a stop, a rank that is killed on either node."""
+    """One session covers names, the folder, a stop and a killed rank on either node, because a start is slow."""
     inventory = testbed.inventory
     monkeypatch.chdir(tmp_path)
     Path("mine.py").write_text("answer = 42\n")

@@ -1,6 +1,6 @@
-"""A rank that dies: the cell says which, where and how, the others keep their variables, the next cell runs on all.
+"""A rank that dies: the cell names it and the cause, the others keep their variables, the next cell runs on all.
 
-As in test_stop.py, everything that holds a communicator is alive when it happens.
+As in test_stop.py, a DDP model, a fully sharded one, a mesh and a subgroup are alive when the rank dies.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _DEATHS = {
         "signal 6 (SIGABRT)",
     ),
 }
-# From outside, and by a library whose last words name the cause; the others are slow.
+# A death by a signal, and one by a library whose last output names the cause. The other deaths are slow tests.
 _TELLING_DEATHS = {("SIGKILL", 0), ("abort in C++", 1)}
 
 
@@ -108,7 +108,7 @@ _MEANWHILE = {
     "fully_shard": "sharded(x).sum().backward()",
     "recv": "dist.recv(x, src=1)",
 }
-# In no collective, in one, in one of a library, and beside the dead one alone; the others are slow.
+# In no collective, in one, in one of a library, and in a message from the dead rank. The others are slow tests.
 _TELLING_WORK = {"subprocess", "all_reduce", "DDP", "recv"}
 
 
@@ -178,7 +178,7 @@ def test_death_between_cells_is_told_by_the_next_one(equipped: Session) -> None:
 
 @pytest.mark.here_only
 def test_death_between_cells_is_told_by_the_error_of_the_next_one_where_nobody_shows_it(equipped: Session) -> None:
-    """As in a script: there a NameError alone would say nothing of why the name is gone."""
+    """This happens in a script, where a NameError alone would not explain why the variable is missing."""
     equipped.run_cell("kept = 1")
     pid = equipped.status().ranks[1].pid
     os.kill(pid, signal.SIGKILL)
@@ -238,7 +238,7 @@ def test_two_of_three_at_once() -> None:
 def test_cell_that_was_meant_for_a_dead_rank_does_not_run_on_the_fresh_one(
     equipped: Session, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The agent is held up: news of the death and the cell cross there."""
+    """The agent is suspended, so the report of the death and the cell cross at the agent."""
     pid = equipped.status().ranks[1].pid
     agent = psutil.Process(pid).parents()[3]  # above worker, launcher and warm process
     assert "detrain_nb.node.agent.agent" in agent.cmdline()
@@ -247,7 +247,7 @@ def test_cell_that_was_meant_for_a_dead_rank_does_not_run_on_the_fresh_one(
     agent.suspend()
     os.kill(pid, signal.SIGKILL)
     assert_soon(lambda: any(child.pid != pid for child in worker.children()), limit_s=60)
-    time.sleep(0.5)  # the fresh one is up by now
+    time.sleep(0.5)  # the fresh rank is up by now
     _after_the_first(RunCell, equipped, monkeypatch, agent.resume)
     with pytest.raises(RankLost, match="rank 1"):
         equipped.run_cell("was_here = True\ntime.sleep(2)")
@@ -267,7 +267,7 @@ def test_rank_is_killed_and_used_at_the_same_moment(equipped: Session) -> None:
 def test_stop_pressed_after_a_death_still_interrupts_the_others(
     equipped: Session, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It comes when the generation is being ended, before the others were interrupted."""
+    """Stop is pressed while the generation is being ended, before the other ranks were interrupted."""
 
     def press(**options: object) -> list[str]:
         monkeypatch.undo()
@@ -323,7 +323,7 @@ def test_finished_cells_make_deaths_forgotten() -> None:
             session.run_cell("1")
 
 
-if can_make_cgroups():  # elsewhere the counters are fed from files, see tests/node/test_oom.py
+if can_make_cgroups():  # without cgroups, only tests/node/test_oom.py covers this, with counters read from files
 
     @pytest.mark.here_only
     def test_out_of_memory_is_said(equipped: Session) -> None:
@@ -338,7 +338,7 @@ if can_make_cgroups():  # elsewhere the counters are fed from files, see tests/n
         assert_works(equipped)
 
 
-# ---- its variables back
+# ---- restoring the variables of a restarted rank
 
 
 def test_broadcast_brings_variables_to_the_fresh_rank(equipped: Session) -> None:
@@ -361,7 +361,7 @@ def test_broadcast_brings_variables_to_the_fresh_rank(equipped: Session) -> None
 
 @pytest.mark.parametrize("name", ["part", "state", "mesh", "sharded", "opt"])
 def test_what_is_another_on_each_rank_is_not_broadcast(equipped: Session, name: str) -> None:
-    """The part of rank 0 would stand twice in the whole, silently."""
+    """Otherwise the part of rank 0 would silently appear twice in the whole."""
     equipped.run_cell(
         "from torch import nn\nfrom torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh\n"
         "from torch.distributed.fsdp import fully_shard\nmesh = init_device_mesh('cpu', (2,))\n"
@@ -474,11 +474,11 @@ def test_broadcast_refusals_leave_nobody_waiting(equipped: Session) -> None:
     assert_works(equipped)
 
 
-@pytest.mark.here_only  # a file tells the rank to go on
+@pytest.mark.here_only  # the test releases the rank with a local file
 def test_broadcast_that_a_stop_has_left_is_waited_for_by_name(
     equipped: Session, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """A value may take its time to be unpacked: no other rank waits for that one in a process group."""
+    """Unpacking a value may take long; no other rank may wait for it in a process group."""
     equipped.run_cell(
         "import os, time\nclass Slow:\n    def __setstate__(self, state):\n"
         "        while not os.path.exists(state['until']): time.sleep(0.01)\n"
@@ -539,7 +539,7 @@ def test_definition_that_waits_for_other_ranks_is_stopped_and_said(equipped: Ses
 def _after_the_first(
     kind: type[Message], session: Session, monkeypatch: pytest.MonkeyPatch, act: Callable[[], object]
 ) -> None:
-    """Act once, when the session has sent the first message of that kind to its ranks."""
+    """Call ``act`` once, after the session has sent the first message of type ``kind`` to its ranks."""
     send = link_of(session).send
 
     def send_and_act(message: Message) -> None:
@@ -561,7 +561,7 @@ def _runs(pid: int) -> bool:
 @pytest.mark.here_only
 @pytest.mark.parametrize("module", ["dist", "dist.device_mesh"])
 def test_cell_that_splits_a_group_needs_the_others(module: str) -> None:
-    """As a mesh on NCCL does it, without any other operation; gloo refuses, after it was asked."""
+    """A mesh on NCCL splits a group without any other operation; gloo refuses the call, which counts all the same."""
     with Session.start(1, device="cpu") as session:
         session.run_cell("alone = 1")
         code = f"try:\n    {module}.split_group(split_ranks=[[0]])\nexcept Exception as exc:\n    print(exc)"

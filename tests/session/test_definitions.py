@@ -1,4 +1,4 @@
-"""Which part of a cell a rank can run without the others."""
+"""The part of a cell that a rank can run without the others: its imports and definitions."""
 
 from __future__ import annotations
 
@@ -59,14 +59,14 @@ def test_lines_of_ipython_may_hold_what_is_no_text() -> None:
 
 
 def test_what_is_parsed_of_a_cell_is_bounded() -> None:
-    """The syntax tree of some megabytes that a node has made up takes gigabytes."""
+    """The syntax tree of a few megabytes of code, made up by a node, takes gigabytes."""
     assert definitions_of("import os\n" + "0," * (1 << 16)) == "import os\n"
     assert definitions_of("import os\n" + "0," * (1 << 17)) == ""
 
 
 @pytest.mark.parametrize("prefix", ["f", "F", "rf", "fR"])
 def test_f_strings_are_not_parsed_at_any_length(prefix: str) -> None:
-    """Python's parser takes time by the square of their length: 5 s for 256 K characters."""
+    """Python's parser takes time quadratic in the length of an f-string: 5 s for 256 K characters."""
     assert definitions_of("import os\n" + f"{prefix}'" + "{a}" * 20 + "'") == "import os\n"
     assert definitions_of("import os\n" + f"{prefix}'" + "{a}" * 20_000 + "'") == ""
 
@@ -82,11 +82,11 @@ def test_definitions_that_share_a_line_take_time_by_their_number(monkeypatch: py
     count = (1 << 20) // len("import a;")
     began = time.process_time()
     assert definitions_of("import a;" * count) == "; ".join(["import a"] * count)
-    assert time.process_time() - began < 5  # it takes 0.6 s, and would take 10 to 40 if each looked at the whole line
+    assert time.process_time() - began < 5  # takes 0.6 s; 10 to 40 s if each definition read the whole line
 
 
 def test_what_python_thinks_of_a_cell_is_not_told_by_nobody(recwarn: pytest.WarningsRecorder) -> None:
-    """Its rank has told it; a node may have made it up, with thousands of lines."""
+    """The rank has already shown Python's warnings; a cell made up by a node could cause thousands of them."""
     assert definitions_of("import os\nx = 0if 0else 1") == "import os\n"
     assert definitions_of("%env A=1\nimport os\nx = '\\d', 0if 0else 1") == "%env A=1\nimport os\n"
     assert not recwarn.list

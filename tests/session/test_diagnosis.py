@@ -1,4 +1,4 @@
-"""Who waits, who computes: cases with the evidence that real ranks gave; what a hostile node may say."""
+"""Which ranks wait and which compute, judged from evidence of real ranks; validation of what a node sends."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LIB = "/usr/lib/python3.11"
 CELL = "<cell 7>:4 <module>"
 FUTEX, NANOSLEEP, POLL = "futex_do_wait", "hrtimer_nanosleep", "poll_schedule_timeout"
 
-# Stacks of real ranks down to the cell, innermost first.
+# Stacks of real ranks, from the innermost frame to the cell.
 ALL_REDUCE = (
     f"{TORCH}/distributed/distributed_c10d.py:3252 all_reduce",
     f"{TORCH}/distributed/c10d_logger.py:83 wrapper",
@@ -126,7 +126,7 @@ def ended(op: str = "all_reduce", sequence: int = 5, **changes: Any) -> Collecti
 def rank(
     number: int, stack: tuple[str, ...] = (CELL,), *, share: float | None = 0.0, asleep: str = FUTEX, **changes: Any
 ) -> Evidence:
-    """One that runs cell 7, asleep unless told otherwise; what it said of its collectives is fresh."""
+    """Return evidence of a rank that runs cell 7; by default it is asleep and its collectives are up to date."""
     known = {"state": "running", "cell": 7, "line": 4, "seconds": 9.0, "collectives": (ended(),), "age_s": 0.0}
     asleep = asleep if share is not None and share < 0.2 else ""
     return Evidence(number, **{**known, "stack": stack, "cpu_share": share, "asleep_in": asleep, **changes})
@@ -140,11 +140,11 @@ PENDING = {"collectives": (ended(), collective())}
 
 @dataclass(frozen=True)
 class Case:
-    """What is known of the ranks, and what each of them is said to do."""
+    """The evidence of some ranks, with the verdict that is expected for each."""
 
     name: str
     ranks: tuple[Evidence, ...]
-    expected: tuple[str, ...]  # a verdict for each, then what it waits in
+    expected: tuple[str, ...]  # for each rank its verdict, then what it waits in
     words: str = ""
     missing: tuple[int, ...] = field(default=())
 
@@ -435,7 +435,7 @@ def test_group_is_named_unless_it_is_the_default_one(group: str, description: st
     assert str(collective(group=group, description=description)) == words
 
 
-# ---- what does not fit
+# ---- collectives that do not match
 
 
 @pytest.mark.parametrize(
@@ -482,11 +482,11 @@ def test_groups_of_other_members_are_not_compared() -> None:
     assert describe_mismatch(ranks) == ""
 
 
-# ---- look by look
+# ---- successive looks
 
 
 def _watch(looks: list[list[Evidence]], *, hang_s: float = 5.0, running: tuple[int, ...] = (0, 1)) -> list[str]:
-    """The reports of looks a second apart, as a session takes them: stacks come with those that want them."""
+    """Return the report after each look, one look per second; as in a session, only looks with stacks give a report."""
     watch = HangWatch(hang_s)
     reports = []
     for count, look in enumerate(looks, 1):
@@ -617,7 +617,7 @@ def test_stack_is_wanted_shortly_before_somebody_may_have_waited_for_long() -> N
 
 
 def _gave_up_at(look: Callable[[float], list[Evidence]], *, hang_s: float = 5.0, first: int = 1) -> int:
-    """At which second of a cell there was no hope left, of a look each second from ``first`` on; 0 for never."""
+    """Return the second at which the watch gave up, with a look each second from ``first`` on; 0 for never."""
     watch = HangWatch(hang_s)
     for count in range(first, first + 80):
         ranks = look(float(count))
@@ -668,7 +668,7 @@ def test_there_is_hope_where_a_rank_has_not_answered_meanwhile() -> None:
     assert _gave_up_at(look) == 11 + 15
 
 
-# ---- where it is certain that nobody comes
+# ---- ranks that certainly wait in vain
 
 
 def _known(evidence: Evidence, **changes: Any) -> Evidence:
@@ -676,7 +676,7 @@ def _known(evidence: Evidence, **changes: Any) -> Evidence:
 
 
 def _stuck_at(look: Callable[[float], list[Evidence]]) -> int:
-    """At which look, of one a second, it was certain that all that are left wait in vain; 0 for never."""
+    """Return the look, of one per second, at which the remaining ranks certainly wait in vain; 0 for never."""
     watch = StuckWatch()
     for count in range(1, 100):
         watch.note(judge(look(float(count))), now=100.0 + count)
@@ -740,7 +740,7 @@ def test_ranks_that_may_be_met_are_not_stuck(look: Callable[[float], list[Eviden
     assert _stuck_at(look) == 0
 
 
-# ---- what a node says is checked
+# ---- evidence from a node is validated
 
 
 def position(**changes: Any) -> Position:
@@ -764,7 +764,7 @@ def test_evidence_is_what_the_worker_says() -> None:
 
 
 def test_members_that_a_node_says_by_the_hundred_thousand_cost_no_time() -> None:
-    """All of it is one message of less than a megabyte, and looked at again while a cell hangs."""
+    """They fit in one message of less than 1 MB, which is evaluated repeatedly while a cell hangs."""
     entries = [["all_reduce", 10 + number, "g", "", "", True, 100.0] for number in range(200)]
     said = {"entries": entries, "members": {"g": [number % 2 for number in range(480_000)]}, "operations": 5}
     behind = {"entries": [["all_reduce", 1, "g", "", "", True, 100.0]], "members": {"g": [0, 1]}, "operations": 5}
@@ -789,7 +789,7 @@ def test_groups_and_steps_of_a_node_have_a_number() -> None:
 
 
 def test_what_a_node_says_of_a_collective_is_a_name() -> None:
-    """It stands among words of ours, before the rank is named."""
+    """A report puts these names into its own sentences, before it names the rank."""
     words = "of this torch: run !pip install x, then restart"
     said = {"entries": [[words, 6, words, words, words, True, 9.0]], "members": {words: [0]}, "steps": {words: 1}}
     found = gather(position(collectives=said), world_size=2)
@@ -874,10 +874,10 @@ def idle(number: int, steps: dict[str, int], **changes: Any) -> Evidence:
         ([idle(0, {}), idle(1, {})], True),
         ([idle(0, {"0": 6}), idle(1, {"0": 6})], True),
         ([idle(0, {"0": 6}), idle(1, {"0": 5})], False),
-        ([idle(0, {"0": 6, "1": 2}), idle(1, {"0": 6, "2": 3})], True),  # each in a group of its own
+        ([idle(0, {"0": 6, "1": 2}), idle(1, {"0": 6, "2": 3})], True),  # each rank in a group that the other is not in
         ([idle(0, {"0": 6, "1": 2}), idle(1, {"0": 6, "1": 3})], False),
         ([idle(0, {"0": -1}), idle(1, {"0": -1})], False),
-        ([idle(0, {"0": 6}), idle(1, {"0": 6}, age_s=9.0)], False),  # it did not answer this time
+        ([idle(0, {"0": 6}), idle(1, {"0": 6}, age_s=9.0)], False),  # rank 1 did not answer this time
         ([idle(0, {"0": 6}), idle(1, {"0": 6}, operations=-1)], False),
         ([idle(0, {"0": 6}), Evidence(1, "no answer")], False),
         (
@@ -909,7 +909,7 @@ def test_steps_that_are_none_are_not_known(said: Any) -> None:
     ],
 )
 def test_stop_advises_no_kill_of_ranks_that_only_cannot_be_heard(away: tuple[int, ...], words: str) -> None:
-    """It said that they may catch KeyboardInterrupt: who replaced them lost the variables of healthy ranks."""
+    """The stop once reported that they may catch KeyboardInterrupt; users replaced healthy ranks and lost variables."""
     run: Any = SimpleNamespace(running=(0, 1), presses=1, cell=3)
     story = _Story(run, is_reachable=lambda rank: rank not in away)
     story.verdicts = judge([Evidence(rank, "no answer") for rank in range(2)])

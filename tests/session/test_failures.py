@@ -1,4 +1,4 @@
-"""What an error of a cell says beyond its text."""
+"""Errors of a cell: the explanations added to them, and what is restored for the next cell."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ _DIFFERENT = {
 
 @pytest.fixture(scope="module")
 def checked(session: Session) -> Iterator[Session]:
-    """Its ranks compare collectives before they begin them."""
+    """Yield the session while its ranks compare each collective before starting it."""
     session.run_cell("mine = dist.new_group([0, 1])")
     assert session.settings.check_collectives() == (
         "the process groups are recreated before the next cell: run the cell that creates mine again"
@@ -321,7 +321,7 @@ def test_other_errors_are_left_alone(session: Session) -> None:
 def test_broken_cuda_context_is_told_once_and_the_next_cell_meets_the_fresh_rank(
     session: Session, seconds: float
 ) -> None:
-    """No GPU is needed: the rank is told what torch says after an assert on the device, and how long its end takes."""
+    """No GPU is needed: the cell raises torch's error after a device-side assert and sets how long the exit takes."""
     code = (
         "import os, time\n"
         "text, end = 'CUDA error: device-side assert triggered\\nCompile with TORCH_USE_CUDA_DSA', os._exit\n"
@@ -383,7 +383,7 @@ def test_recursion_limit_that_lets_no_cell_run_is_put_back(session: Session) -> 
 
 @pytest.mark.here_only
 def test_stream_that_a_cell_has_deleted_is_put_back(session: Session) -> None:
-    with pytest.raises(RankError, match="has no attribute 'stdout'"):  # IPython looks at it after a cell
+    with pytest.raises(RankError, match="has no attribute 'stdout'"):  # IPython reads sys.stdout after a cell
         session.run_cell("import sys; del sys.stdout, sys.stderr, sys.stdin", ranks=0)
     assert session.run_cell("print('out')", ranks=0).stdout[0] == "out\n"
 

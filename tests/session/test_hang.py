@@ -1,4 +1,4 @@
-"""Ranks that wait for others, seen while the cell runs: the report of a hang, and where every rank is."""
+"""Ranks that wait for others while the cell runs: the report of a hang, and the position of every rank."""
 
 from __future__ import annotations
 
@@ -32,8 +32,9 @@ def load_earlier():
 
 
 class Watcher(CellObserver):
-    """Shows nothing. Sees each line of who is waited for in the thread that runs the cell, and presses stop, once, when
-    ``stops_at`` says so.
+    """An observer that collects the lines on waiting ranks and shows nothing.
+
+    It runs in the thread of the cell, and presses stop once, at the first line that ``stops_at`` accepts.
     """
 
     def __init__(self, stops_at: Callable[[str], bool] = lambda text: False) -> None:
@@ -53,29 +54,29 @@ class Watcher(CellObserver):
 
 
 def without_numbers(text: str) -> str:
-    """Of collectives and earlier cells, which depend on what was run before."""
+    """Mask the numbers of collectives and earlier cells, which depend on what was run before."""
     return re.sub(r"of cell \d+, called", "of cell N, called", re.sub(r"#\d+", "#N", text))
 
 
 def is_report(text: str) -> bool:
-    """Not the line that says which ranks have not ended the cell."""
+    """Return whether ``text`` reports a hang; the line that lists the ranks still in the cell does not."""
     return bool(text) and not text.startswith("waiting for")
 
 
 def with_hosts(words: str, session: Session) -> str:
-    """A report as it is on several hosts: those on which a rank does not wait are named."""
+    """Return the report with the host of each rank that does not wait, as it appears on several hosts."""
     return re.sub(r"\brank (\d) (?!waits)", r"rank \1 on h\1 ", words) if session.ranks.nodes else words
 
 
 @pytest.fixture(autouse=True)
 def often(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Looks follow each other faster than they do for a user."""
+    """Shorten the time between two looks, so that tests are faster than normal use."""
     monkeypatch.setattr(session.settings.limits, "look_gap_s", 0.2)
 
 
 @pytest.fixture(scope="module")
 def hanging(session: Session, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Session]:
-    """The session, which calls a wait of a second a hang."""
+    """Yield the session, set to report a wait of 1 s as a hang."""
     folder = tmp_path_factory.mktemp("own")
     (folder / "own_file.py").write_text("import time\n\n\ndef load():\n    time.sleep(60)\n")
     session.settings.hang_s = 1.0
@@ -87,7 +88,7 @@ def hanging(session: Session, tmp_path_factory: pytest.TempPathFactory) -> Itera
 
 @pytest.fixture
 def folder(hanging: Session, tmp_path: Path) -> Path:
-    """``wait_for(name)`` on a rank returns when the file is here."""
+    """Return a folder; ``wait_for(name)`` on a rank returns once the file ``name`` exists in it."""
     hanging.push({"folder": str(tmp_path)})
     return tmp_path
 
@@ -121,7 +122,7 @@ wait_for("end")
     reports = [*filter(is_report, watcher.reports)]
     assert words in reports and watcher.reports[-1] == ""
     waits = words.partition(";")[0]
-    assert all(report.startswith(waits) for report in reports), reports  # one that is held up may be told otherwise
+    assert all(report.startswith(waits) for report in reports), reports  # a delayed rank may be reported differently
 
 
 HANGS = {
@@ -192,7 +193,8 @@ HANGS = {
         "rank 1 is in load_earlier (line 9 of cell N, called at line 3)",
     ),
 }
-# Who has ended, who has another order, another collective or other shapes, a line of the user's in a library's hang.
+# A rank that has ended, a group in the making, messages, a different collective, the user's line in a library's hang.
+# The other hangs are slow tests.
 TELLING_HANGS = {
     "a rank that has ended the cell",
     "default group that is made",
@@ -211,7 +213,7 @@ def _case(name: str, code: str, words: str) -> Any:
 @pytest.mark.rare_elsewhere("a rank that has ended the cell", "recv against recv", "other collective")
 @pytest.mark.parametrize(("code", "words"), [_case(name, *hang) for name, hang in HANGS.items()])
 def test_hang_is_reported_while_the_cell_runs(hanging: Session, code: str, words: str) -> None:
-    watcher = Watcher(lambda text: text == with_hosts(words, hanging))  # a rank that is held up may be told otherwise
+    watcher = Watcher(lambda text: text == with_hosts(words, hanging))  # a delayed rank may be reported differently
     with pytest.raises(CellInterrupted):
         hanging.run_cell(code, observer=watcher, timeout_s=DEADLINE_S)
     assert watcher.is_pressed, watcher.reports
@@ -262,7 +264,7 @@ def test_who_waits_in_vain_for_certain_is_freed_before_it_is_called_a_hang(
 @pytest.mark.slow
 @pytest.mark.here_only
 def test_who_can_still_be_met_when_another_has_failed_is_let_be() -> None:
-    """Rank 1 is late for the collective with rank 0, by more than those are given who wait in vain."""
+    """Rank 1 is late for the collective with rank 0 by more than the time after which vain waits are freed."""
     code = """
 if rank == 2:
     raise ValueError("a bad batch")
@@ -331,7 +333,7 @@ def test_who_has_work_left_is_let_be_when_another_has_failed(hanging: Session) -
 def test_shapes_that_gloo_refuses_end_a_rank_with_its_words(hanging: Session) -> None:
     with pytest.raises(RankLost, match=r"(?s)signal 6 \(SIGABRT\).*Received data size doesn't match expected size"):
         hanging.run_cell("dist.all_reduce(torch.ones(4 + rank))", timeout_s=DEADLINE_S)
-    hanging.run_cell(PREPARED)  # what the lost rank knew
+    hanging.run_cell(PREPARED)  # the definitions that the lost rank had
 
 
 @pytest.mark.rare_elsewhere("messages")
@@ -356,7 +358,7 @@ def test_healthy_work_is_not_reported(hanging: Session, code: str) -> None:
 @pytest.mark.rare_elsewhere
 def test_slow_but_matching_collective_is_not_reported(hanging: Session, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hanging.settings.limits, "look_gap_s", 0.02)
-    monkeypatch.setattr(hanging.settings, "hang_s", 0.05)  # each takes several times as long
+    monkeypatch.setattr(hanging.settings, "hang_s", 0.05)  # each collective takes several times as long
     watcher = Watcher()
     code = "big = torch.ones(60_000_000)\nfor _ in range(6): dist.all_reduce(big)\ndel big"
     hanging.run_cell(code, observer=watcher, timeout_s=DEADLINE_S)
@@ -367,7 +369,7 @@ def test_slow_but_matching_collective_is_not_reported(hanging: Session, monkeypa
 
 
 def look_until(session: Session, found: Callable[[Whereabouts], bool]) -> Whereabouts:
-    """Look until what is seen is ``found``."""
+    """Look repeatedly until ``found`` accepts the positions of the ranks, and return them."""
     deadline = time.monotonic() + DEADLINE_S
     while not found(seen := session.ranks.where()):
         assert time.monotonic() < deadline, seen
@@ -375,7 +377,7 @@ def look_until(session: Session, found: Callable[[Whereabouts], bool]) -> Wherea
 
 
 class Looking:
-    """Runs a cell and meanwhile looks, as a sub-shell does, from another thread; then the cell is stopped."""
+    """A run of a cell while another thread looks, as a subshell does; the cell is stopped after the look."""
 
     def __init__(self, session: Session, code: str, found: Callable[[Whereabouts], bool]) -> None:
         self._done = threading.Event()
@@ -407,7 +409,7 @@ def test_where_shows_lines_stacks_and_collectives_from_another_thread(hanging: S
     code = "def f():\n    dist.all_reduce(torch.ones(2))\nif rank == 0:\n    f()\nelse:\n    load_earlier()"
     words = "rank 0 waits in all_reduce #N (line 2); rank 1 is in load_earlier (line 9 of cell N, called at line 6)"
 
-    def found(seen: Whereabouts) -> bool:  # a rank that is held up does not say all of itself
+    def found(seen: Whereabouts) -> bool:  # a delayed rank does not report everything
         is_all = without_numbers(seen.summary) == words
         return is_all and seen.verdicts[0].collective is not None and bool(seen.verdicts[1].evidence.call)
 
@@ -445,7 +447,7 @@ power()
         if "wait_for" in seen.summary and seen.verdicts[0].evidence.pending:
             (folder / "go").touch()
         are_old = all(each.evidence.function == "power" and each.evidence.age_s > 0.5 for each in seen.verdicts)
-        return are_old and seen.summary == "ranks 0-1 are computing in power (line 5)"  # not while others have the CPUs
+        return are_old and seen.summary == "ranks 0-1 are computing in power (line 5)"  # false while the CPUs are busy
 
     seen = Looking(hanging, code, found).seen
     assert seen.verdicts[0].evidence.stack[0].endswith(":5 power")
@@ -513,7 +515,7 @@ time.sleep(60)
     assert hanging.pull("caught") == {0: [], 1: []}
 
 
-# ---- what was before does not confuse
+# ---- earlier collectives and groups are not mistaken for current ones
 
 
 @pytest.mark.rare_elsewhere
@@ -538,7 +540,7 @@ else: load_earlier()
 """
     words = "rank 0 waits in all_reduce #N (line 4); rank 1 is in load_earlier (line 9 of cell N, called at line 5)"
     words = with_hosts(words, hanging)
-    watcher = Watcher(lambda text: text == words)  # a rank that is held up may be told otherwise
+    watcher = Watcher(lambda text: text == words)  # a delayed rank may be reported differently
     with pytest.raises(CellInterrupted):
         hanging.run_cell(code, observer=watcher, timeout_s=DEADLINE_S)
     assert watcher.is_pressed and not any("not the same" in text or "different" in text for text in watcher.reports)

@@ -1,6 +1,6 @@
-"""A node that says what no agent says: it is hung up on or not heard, and the other node's ranks go on.
+"""A node that sends what no agent sends: it is disconnected or ignored, and the other node's ranks go on.
 
-The node is a thread that speaks the protocol through a real link, into a real session (hostile.py).
+The node is a thread that speaks the protocol over a real link to a real session (hostile.py).
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ MOST_GROWTH_BYTES = 64 << 20
 
 
 class Eyes(CellObserver):
-    """Sees what a cell shows, as a front end does: it has to be text that can be sent."""
+    """An observer that, as a front end must, encodes all that a cell shows."""
 
     def __init__(self) -> None:
         self.bundles: list[dict[str, Any]] = []
@@ -146,7 +146,7 @@ class Eyes(CellObserver):
 
 
 class Pair:
-    """A session of two ranks, one on an honest node and one on a node that a test has say anything."""
+    """A session of two ranks: one on an honest node, one on a node that sends whatever a test wants."""
 
     def __init__(self, limits: Limits | None = None) -> None:
         self.good, self.bad = FakeNode("good", 0), FakeNode("bad", 1)
@@ -163,7 +163,7 @@ class Pair:
         return int(psutil.Process().memory_info().rss) - self._rss
 
     def assert_others_go_on(self) -> None:
-        """The honest node's rank runs cells; the notebook holds little of what was sent."""
+        """Check that the honest node's rank runs cells, and that the notebook keeps little of what was sent."""
         assert self.session.is_alive
         assert self.session.run_cell("1", ranks=0).ranks == (0,)
         assert self.state.node_of == {0: 0, 1: 1}
@@ -172,7 +172,7 @@ class Pair:
         assert self.grown_bytes < MOST_GROWTH_BYTES
 
     def assert_hung_up(self, why: str = "") -> None:
-        """The node was hung up on, and is lost; nothing else is."""
+        """Check that the bad node was disconnected and is lost, and that nothing else is lost."""
         assert self.bad.wait_until_hung_up_on()
         deadline = time.monotonic() + 60
         while 1 not in self.state.lost_nodes and not self.state.failure and time.monotonic() < deadline:
@@ -185,7 +185,7 @@ class Pair:
             self.session.run_cell("1", ranks=1)
 
     def assert_not_heard(self) -> None:
-        """What was sent has changed nothing: the node goes on as well."""
+        """Check that the message was ignored: the bad node runs cells as well."""
         assert self.session.run_cell("1", ranks=1).ranks == (1,)
         assert not self.state.lost_nodes
         self.assert_others_go_on()
@@ -249,7 +249,7 @@ def test_frame_that_is_no_message_ends_the_link_and_nothing_else(pair: Pair, dat
 
 
 def test_node_measures_its_own_ranks_and_only_what_it_is_asked_for(pair: Pair) -> None:
-    """Not of an earlier release: it has said that it knows the order. What it names is safe to show."""
+    """Measurements that were not requested are dropped."""
     pair.bad.say(MEASURED, is_numbered=False)
     pair.assert_not_heard()
     with pair.session.watch(every_s=0.1) as watch:
@@ -258,7 +258,7 @@ def test_node_measures_its_own_ranks_and_only_what_it_is_asked_for(pair: Pair) -
 
 
 def test_agent_of_an_earlier_release_is_not_asked_to_measure() -> None:
-    """It would not read on."""
+    """An agent of an earlier release would stop reading at the unknown order. GPU names are made safe to show."""
     good, new, orders = FakeNode("good", 0), FakeNode("bad", 1), {0: [], 1: []}  # type: ignore[var-annotated]
     new.attached = replace(new.attached, info={**INFO, "measures": True})
     for node, fake in enumerate((good, new)):
@@ -284,7 +284,7 @@ def test_agent_of_an_earlier_release_is_not_asked_to_measure() -> None:
 
 
 def test_what_is_measured_for_hours_is_no_flood(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each order makes room for its answers, also for those of very many ranks."""
+    """Each order raises the limit by the size of its answers, even those of very many ranks."""
     monkeypatch.setattr(pair.session.settings.limits, "unasked_bytes", 100_000)
     long_names, came = replace(MEASURED, gpu_names=["x" * 20_000]), []
     monkeypatch.setattr(pair.state.measurements, "take", lambda said, node: came.append(said))
@@ -427,7 +427,7 @@ _NOT_OF_A_NODE = [
 
 @pytest.mark.parametrize("kind", _NOT_OF_A_NODE, ids=lambda kind: kind.__name__)
 def test_kind_that_no_node_says_ends_the_link_by_its_prefix(pair: Pair, kind: type[Message]) -> None:
-    """Parsed and dropped, it would hold up the notebook for as long as a node likes."""
+    """If such messages were parsed before they are dropped, a node could hold up the notebook indefinitely."""
     pair.bad.say_bytes(prefix(kind, 1 << 20, 0))
     pair.assert_hung_up(f"{kind.__name__} may not be sent by that side")
 
@@ -451,7 +451,7 @@ def test_answers_to_what_was_asked_have_no_end(pair: Pair) -> None:
 
 
 def test_end_of_a_cell_is_told_by_the_ranks_that_ran_it(pair: Pair) -> None:
-    """Else one node has the cells of another left out of a replay."""
+    """Otherwise one node could exclude another node's cells from a replay."""
     first, last = (pair.session.run_cell("x = 1", ranks=0).cell for _ in range(2))
     pair.bad.say(CellFailed(1, first, 0.0, True, True, "x", "x", [], False), Notice("taken"))
     assert_soon(lambda: "bad: taken" in pair.session.news.notices)
@@ -474,7 +474,7 @@ def test_numbers_that_jump_or_run_backwards_are_the_node_s_own_loss(pair: Pair) 
 
 @pytest.mark.slow
 def test_what_a_node_says_by_the_million_is_not_all_kept(pair: Pair) -> None:
-    """Gaps, notices, streams, ends of ranks: whatever it repeats, the memory stays as it is."""
+    """Gaps, notices, deaths and restarts of ranks: memory stays bounded whichever of them a node repeats."""
     frame = to_frame(GenerationReady(1, 7))
     for number in range(2, 400_000, 2000):
         pair.bad.say_bytes(b"".join(frame.to_bytes(number=jump) for jump in range(number, number + 2000, 2)))
@@ -555,7 +555,7 @@ def _attached(*nodes: FakeNode, name: str = "mine", limits: Limits | None = None
 
 
 def _assert_absent(session: Session, why: str = "") -> None:
-    """Node bad is lost, and nothing that it said counts; the honest node goes on."""
+    """Check that node bad is lost and nothing that it sent counts, and that the honest node goes on."""
     state: Any = state_of(session)
     assert why in state.lost_nodes[1]
     assert (len(session.ranks), session.log.next_cell(), state.groups.number) == (2, 1, 1)
@@ -631,7 +631,7 @@ def test_absurd_answer_of_the_first_node_to_an_attach_is_an_error_in_words(absur
 
 @pytest.mark.parametrize("claimed", [(1 << 31) - 1, 1 << 31, (1 << 53) - 1, 1 << 53])
 def test_number_of_a_cell_that_a_node_makes_up_keeps_no_honest_node_out_later(claimed: int) -> None:
-    """What is counted on from it reaches the honest nodes, which say so at the next attach."""
+    """Numbers that continue from the made-up one reach the honest nodes, which report them at the next attach."""
     cells: list[int] = []
     for _ in range(3):
         good, bad = FakeNode("good", 0), FakeNode("bad", 1)
@@ -652,7 +652,7 @@ def test_number_of_a_cell_that_a_node_makes_up_keeps_no_honest_node_out_later(cl
 
 
 def test_cells_that_a_node_remembers_are_no_part_of_what_it_may_say_unasked() -> None:
-    """There may be thousands, each with thousands of ranks."""
+    """A node may remember thousands of cells, each with thousands of ranks."""
     good, other = FakeNode("good", 0), FakeNode("other", 1)
     ran = [RanCell([0], cell, "x", 1, False, [], False) for cell in range(1, 100)]
     good.answers[Attach] = lambda _: [*ran, RankUp(0, 1, 0, 2, 1, "good", "cpu", "2"), good.attached]
@@ -663,7 +663,7 @@ def test_cells_that_a_node_remembers_are_no_part_of_what_it_may_say_unasked() ->
 
 @pytest.mark.parametrize(("code", "first_line"), [("evil()", 1), ("x = 1", 9)])
 def test_rank_is_given_again_only_what_its_own_node_says(code: str, first_line: int) -> None:
-    """Also where another says that the same cell was different; the notebook says so."""
+    """This also holds if another node reports different code for the same cell; the notebook shows a notice."""
     good, bad = FakeNode("good", 0), FakeNode("bad", 1)
     ran = [RanCell([0], 3, "x = 1", 1, False, [], False), RanCell([1], 3, code, first_line, False, [], False)]
     given: list[RunCell] = []
@@ -699,7 +699,7 @@ def test_code_of_a_node_is_not_looked_at_to_replay_on_the_ranks_of_another(monke
 
 
 def _three_of_which_one_claims_too_much(is_late: bool) -> list[FakeNode]:
-    """Node bad, second of three, says that it has rank 2 too, before or after the node that has it says so."""
+    """Return three nodes; the second, bad, also claims rank 2, before or after its real node reports it."""
     nodes = [FakeNode("good", 0), FakeNode("bad", 1), FakeNode("third", 2)]
     ups = [RankUp(rank, 1, 0, 3, 1, nodes[rank].name, "cpu", "2") for rank in range(3)]
     nodes[1].attached = replace(nodes[1].attached, ranks=[1, 2], with_group=[1, 2])
@@ -753,7 +753,7 @@ def test_first_node_that_claims_a_rank_which_was_noted_of_another_is_told_nothin
 
 
 def test_note_of_ranks_that_is_out_of_date_keeps_nobody_out() -> None:
-    """The session has shrunk since, from another machine."""
+    """Another machine has shrunk the session since the note was made."""
     nodes = [FakeNode("good", 0), FakeNode("other", 1)]
     known.remember("noted", [Node(host=f"{node.name}.invalid", name=node.name, ranks=2) for node in nodes], holder="x")
     try:
@@ -782,7 +782,7 @@ def test_node_that_is_lost_just_before_it_is_asked_is_not_waited_for(
 ) -> None:
     good, bad = FakeNode("good", 0), FakeNode("bad", 1)
 
-    def between(*_: object) -> dict[int, int]:  # the first node has been attached to, the others were not asked yet
+    def between(*_: object) -> dict[int, int]:  # the first node is attached, the others were not asked yet
         bad.say_bytes(said)
         if not said:
             bad.leave()
@@ -875,7 +875,7 @@ def test_nodes_that_send_what_was_missed_in_twentieths_have_one_deadline() -> No
 
 
 def test_node_that_is_slow_to_send_what_was_missed_is_named() -> None:
-    """It can hold up an attach for minutes: whoever waits can leave it out."""
+    """Such a node can hold up an attach for minutes. A user who knows its name can leave it out."""
     good, bad = FakeNode("good", 0), FakeNode("bad", 1)
     bad.attached = replace(bad.attached, last_number=4)
     is_told, told = threading.Event(), []
@@ -993,7 +993,7 @@ def test_node_that_takes_no_new_numbers_is_lost_alone(how: str) -> None:
 
 
 def test_what_a_lost_node_showed_is_shown_as_its_own_when_a_trusted_one_has_its_rank() -> None:
-    """Its page would run in the notebook's, under the other's name."""
+    """Otherwise its HTML would run in the notebook's page, under the trusted node's name."""
     nodes = [FakeNode("good", 0), FakeNode("bad", 1), FakeNode("third", 2)]
     page = json_body({"text/html": "<script>", "text/plain": "x"})
     for node in nodes:
@@ -1025,7 +1025,7 @@ def test_what_a_lost_node_showed_is_shown_as_its_own_when_a_trusted_one_has_its_
 
 
 def test_numbers_of_cells_that_another_node_makes_up_order_no_cells() -> None:
-    """What comes after them would not count at the next attach, and stand before them."""
+    """Cells numbered after a made-up number would not count at the next attach, and would be sorted before it."""
     good, bad = FakeNode("good", 0), FakeNode("bad", 1)
     ran = [RanCell([1], cell, "x", 1, False, [], False) for cell in (40, 100_039, (1 << 31) - 1)]
     bad.answers[Attach] = lambda _: [*ran, RankUp(1, 1, 0, 2, 1, "bad", "cpu", "2"), bad.attached]
@@ -1035,7 +1035,7 @@ def test_numbers_of_cells_that_another_node_makes_up_order_no_cells() -> None:
 
 
 def test_lines_that_do_not_end_do_not_fill_the_line_to_the_node() -> None:
-    """They are sent anew with each acknowledgement, and a node can have one whenever it says a word."""
+    """Unfinished lines are sent again with each acknowledgement, and any message of a node can cause one."""
     good, bad = FakeNode("good", 0), FakeNode("bad", 1)
     told: list[Message] = []
     for cell in range(1, 21):
@@ -1122,7 +1122,7 @@ def test_notices_of_a_node_leave_room_for_those_of_others(pair: Pair) -> None:
 
 
 def test_what_a_new_connection_meets_is_told() -> None:
-    """A key that has changed, above all: ssh would shout."""
+    """A changed host key matters most: ssh itself would warn of it prominently."""
     good, bad = FakeNode("good", 0), FakeNode("bad", 1)
     bad.can_resume = True
     connect_at_first, tries = bad.connect_agent, iter(range(1000))
@@ -1257,11 +1257,11 @@ def test_log_of_a_launcher_cannot_hold_up_the_notebook(pair: Pair) -> None:
     pair.assert_others_go_on()
 
 
-# ---- in a cell
+# ---- messages during a cell
 
 
 def _run(pair: Pair, *answers: Message, **options: Any) -> Any:
-    """Run a cell on the node, which answers so; its number is that of the next cell."""
+    """Run a cell on the bad node, which sends ``answers`` with the number of that cell."""
     pair.bad.answers[RunCell] = lambda message: [replace(answer, cell=message.cell) for answer in answers]
     return pair.session.run_cell("1", ranks=1, **options)
 
@@ -1270,7 +1270,7 @@ _DONE = CellDone(1, 0, 0.0, True, False, b"")
 
 
 class _SlowEyes(Eyes):
-    """Takes a while for all that it is given, as for what a rank draws."""
+    """An observer that takes output slowly, as a front end does when it draws."""
 
     def __init__(self, at_first: Callable[[], object]) -> None:
         super().__init__()
@@ -1470,7 +1470,7 @@ def test_displays_and_their_updates_are_text_or_images(pair: Pair, is_update: bo
 
 
 def test_long_text_is_cut_in_its_cell_and_its_log_has_more(pair: Pair) -> None:
-    """A page takes seconds for megabytes with colours, and again whenever it is opened."""
+    """A page takes seconds to show megabytes of coloured text, each time it is opened."""
     eyes, again, followed = Eyes(), Eyes(), Eyes()
     long = "\x1b[31mabcd\n" * 100_000
     body = json_body({"text/plain": long})
@@ -1555,7 +1555,7 @@ def test_pickle_that_comes_as_a_value_is_never_read(pair: Pair, tmp_path: Path) 
     body = pickle.dumps(_Touch(str(pwned)))
     assert _pull(pair, {"bytes": len(body)}, body.ljust(-(-len(body) // 16) * 16, b"\0")) == body
     assert not pwned.exists()
-    pickle.loads(body)  # it would have
+    pickle.loads(body)  # reading the pickle does create the folder
     assert pwned.exists()
 
 
@@ -1622,7 +1622,7 @@ def test_no_message_is_longer_than_a_rank_or_an_agent_makes_it(said: Message, li
 
 
 def test_nobody_else_waits_while_what_a_node_shows_is_cleaned(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Cleaning a display of 32 MB held all nodes for half a minute."""
+    """Cleaning a display of 32 MB once held up all nodes for half a minute."""
     free: list[bool] = []
 
     def take_turn() -> None:
@@ -1667,7 +1667,7 @@ def test_answer_that_nobody_waits_for_is_not_cleaned(
     assert not seen
 
 
-# ---- frames that nobody thought of
+# ---- random frames
 
 _FROM_NODES = sorted((kind for kind in Message.__subclasses__()), key=lambda kind: kind.__name__)
 _OF_RANKS = [
@@ -1675,7 +1675,7 @@ _OF_RANKS = [
     Value,
 ]  # fmt: skip
 _BOUNDARIES = [1 << 31, 1 << 32, -(1 << 31), 1 << 53, -(1 << 53)]
-_TOO_LARGE = [1 << 54, 1 << 63, -(1 << 63), 1 << 64]  # for any field: such a message is none
+_TOO_LARGE = [1 << 54, 1 << 63, -(1 << 63), 1 << 64]  # outside the range of every field: such a message is invalid
 _INTS = st.sampled_from([1] * 10 + [0, 2, 3, -1, 7, 5000, *_BOUNDARIES] * 2 + _TOO_LARGE)
 _TEXTS = st.sampled_from(["", "stdout", "stderr", "x", "\x1b]52;c;x\x07", "\ud800", "\u202e", "a\n" * 100, "9" * 5000])
 
@@ -1689,7 +1689,7 @@ _JSONS = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(_TEXTS, inner, max_size=3),
     max_leaves=6,
 )
-_KNOWN = st.fixed_dictionaries(  # what node/cell/recorder.py says, of any numbers
+_KNOWN = st.fixed_dictionaries(  # the format of node/cell/recorder.py, with any numbers
     {},
     optional={
         "entries": st.lists(
@@ -1730,7 +1730,7 @@ _OF_TYPE: dict[str, st.SearchStrategy[Any]] = {
 
 @st.composite
 def _frames(draw: Any) -> bytes:
-    """A message whose fields are of the right type mostly, as bytes; at times with a byte that is another."""
+    """Draw the bytes of a message; most fields have the right type, and sometimes one byte is changed."""
     kind = draw(st.sampled_from(_FROM_NODES + 3 * _OF_RANKS))
     said = {field.name: draw(_OF_TYPE[str(field.type)]) for field in fields(kind)}
     for name in ("rank", "request", "cell", "number"):
@@ -1755,10 +1755,10 @@ def _frames(draw: Any) -> bytes:
 
 
 class _Ends:
-    """Both ends of a session's links to two nodes. The honest one is attached to, and its rank is up.
+    """Both ends of a session's links to two nodes. The honest node is attached, and its rank is up.
 
-    The other one is being attached to, or its rank runs cell 1, which the notebook has sent, or it is asked for
-    variable ``x`` (request 1).
+    The other node is in one of three situations. It is being attached; or its rank runs cell 1, which the notebook
+    has sent; or it was asked for variable ``x`` (request 1).
     """
 
     def __init__(self, situation: str) -> None:
@@ -1793,13 +1793,13 @@ class _Ends:
             time.sleep(0.0005)
 
     def end(self) -> str:
-        """Have everything said taken; returns why the bad node's link was closed."""
+        """Wait until all that was sent is processed; returns why the bad node's link was closed."""
         self.bad.leave()
         assert self.link.node_links[1].wait_for_end(limit_s=20)
         return self.state.lost_nodes.get(1, "") or self.state.absent.get(1, "")
 
     def read(self) -> list[str]:
-        """All that the notebook makes of what was said: it can be shown, or is an error in words."""
+        """Return all that the notebook would show of what was sent; any error but a ``DetrainError`` fails the test."""
         fresh = self.state.fresh
         words = [*self.state.notices.all, describe_ends(fresh, hosts={}), *advice(fresh, world_size=2)]
         watch = HangWatch(1.0)
@@ -1853,7 +1853,7 @@ def _assert_nothing_is_raised(situation: str, frames: list[bytes]) -> None:
     try:
         assert "handling a message failed" not in reason
         assert "".join(ends.read()).encode()
-        if state.failure is not None:  # only while it is attached to: it hung up, refused, or said it was taken
+        if state.failure is not None:  # only if it hung up during the attach, refused, or reported another holder
             refused = prefix(Refused, 0, 0)[KIND_AT]
             assert situation == "attaching" or any(frame[KIND_AT : KIND_AT + 1] == bytes([refused]) for frame in frames)
         else:
@@ -1872,7 +1872,7 @@ def _assert_nothing_is_raised(situation: str, frames: list[bytes]) -> None:
         assert ends.link.node_links[0].wait_for_end(limit_s=20)
 
 
-# ---- what the notebook's side never calls
+# ---- calls that are forbidden on the notebook's side
 
 _NEVER_IMPORTED = {"pickle", "marshal", "shelve", "dill", "cloudpickle", "joblib", "code", "codeop", "runpy", "pty"}
 _NEVER_CALLED = {
@@ -1890,7 +1890,7 @@ def _dotted(node: ast.expr) -> str:
 
 
 def _find_dangers(source: str) -> list[tuple[int, str]]:
-    """What can make code of bytes, with its line."""
+    """Return each import and call that can turn bytes into code, with its line."""
     found = []
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, (ast.Import, ast.ImportFrom)):
@@ -1938,8 +1938,8 @@ def test_no_thread_is_left(pair: Pair) -> None:
 
 
 def test_half_lines_are_not_kept_for_a_node_that_takes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each acknowledgement carries them, and is kept until it is said to have come: 70 GB in an hour."""
-    monkeypatch.setattr(FakeNode, "can_resume", True)  # as over SSH, where what has not come is sent once more
+    """Each acknowledgement carries them and is kept until its receipt is confirmed: 70 GB in an hour."""
+    monkeypatch.setattr(FakeNode, "can_resume", True)  # as over SSH, where unconfirmed messages are sent again
     pair = Pair(Limits(full_bytes=1 << 20, acknowledge_gap_s=0.005))
     pair.bad.answers[RunCell] = lambda message: []
 

@@ -1,4 +1,4 @@
-"""What several nodes kept for a notebook comes in any order: it is shown again in that in which it was perhaps seen."""
+"""Output kept by several nodes arrives in any order, and is shown again in the order it may have been seen in."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _PERHAPS, _NEW = "--- possibly shown before:", "--- not shown before:"
 
 
 class Eyes(CellObserver):
-    """Keeps what it is shown, all in one list."""
+    """An observer that keeps all it is shown in one list."""
 
     def __init__(self) -> None:
         self.shown: list[str] = []
@@ -46,7 +46,7 @@ def _show(logbook: Logbook) -> list[str]:
 
 
 def _logbook_of_two_nodes() -> Logbook:
-    """Rank 1's node is slower: what it kept begins when rank 0's has told all."""
+    """Return a logbook in which rank 1's node is slower: it starts when all output kept for rank 0 has arrived."""
     logbook = Logbook()
     logbook.add_beginning(Unfinished(0, 1, "stdout", b"a"))
     _add(logbook, 0, "b\n", is_shown_perhaps=True)
@@ -111,7 +111,7 @@ def test_node_that_goes_to_and_fro_between_the_parts_of_a_cell_takes_no_memory()
 
 
 def test_message_that_is_longer_when_it_is_written_again_is_read() -> None:
-    """A node leaves out what has a default, and writes numbers with few digits."""
+    """A node may omit fields with default values and write numbers with fewer digits."""
     log = OutputLog()
     log.append(Output(0, 1, "stdout", b"honest"))
     log.append(CellFailed(1, 1, 0.1, True, False, "Error", "x" * MAX_HEADER_BYTES, [], False))
@@ -120,7 +120,7 @@ def test_message_that_is_longer_when_it_is_written_again_is_read() -> None:
 
 
 def test_what_cannot_be_read_hides_nothing_else() -> None:
-    """What a node displayed before an attach is read when it is shown."""
+    """Displays and values from before an attach are parsed only when they are shown."""
     logbook = Logbook()
     for message in (
         Output(0, 1, "stdout", b"honest\n"),
