@@ -1,4 +1,4 @@
-"""What a cell or a machine does to the processes of a rank, and what is left of the session: as much as can be."""
+"""Faults in the processes of a rank, caused by a cell or the machine: the session keeps as much as it can."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def _pid(session: Session, rank: int) -> int:
 
 
 def _stop(session: Session, code: str, *, ranks: int | None = None) -> str:
-    """Run a cell, stop it when it has printed ``begun``, and return what is said of that."""
+    """Run a cell, stop it when it has printed ``begun``, and return the note on the stop."""
     with pytest.raises(CellInterrupted) as caught:
         session.run_cell(code, ranks=ranks, observer=Watcher(press_at="begun"))
     return caught.value.note
@@ -50,7 +50,7 @@ def test_stop_ends_all_that_a_command_has_started(two_here: Session, command: st
         below = psutil.Process(_pid(two_here, 0)).parent().children(recursive=True)
         found = []
         for process in below:
-            with contextlib.suppress(psutil.Error):  # it has just ended
+            with contextlib.suppress(psutil.Error):  # it has just exited
                 found += [process] * ("61.25" in process.cmdline())
         return found
 
@@ -166,7 +166,7 @@ def test_rank_for_which_no_process_can_be_started_is_left_down_alone(two_here: S
     two_here.run_cell("1")
     worker = psutil.Process(_pid(two_here, 1)).ppid()
     before = resource.prlimit(worker, resource.RLIMIT_NOFILE)
-    resource.prlimit(worker, resource.RLIMIT_NOFILE, (3, before[1]))  # not one descriptor more
+    resource.prlimit(worker, resource.RLIMIT_NOFILE, (3, before[1]))  # no more descriptors
     try:
         with pytest.raises(RankLost, match=r"rank 1 is not restarted, no process can be started for it: .*files"):
             two_here.run_cell("if rank == 1: os._exit(1)\ntime.sleep(60)")
@@ -182,7 +182,7 @@ def test_rank_for_which_no_process_can_be_started_is_left_down_alone(two_here: S
 def test_generation_that_crossed_a_death_is_ended_on_the_fresh_rank(
     two_here: Session, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The agent is held up: the order to make a generation finds the fresh rank, which is slow to come up."""
+    """The agent is suspended, so the order to make a generation reaches the fresh rank, which is slow to start."""
     monkeypatch.setattr(two_here.settings.limits, "group_s", 6.0)
     two_here.run_cell("dist.destroy_process_group()")
     state, interpreter = state_of(two_here), psutil.Process(_pid(two_here, 1))
@@ -200,7 +200,7 @@ def test_generation_that_crossed_a_death_is_ended_on_the_fresh_rank(
             assert_soon(lambda: state.groups.number > before)
             agent.resume()
             is_ended = lambda: 1 in state.lost and state_of(two_here).groups.is_ended  # noqa: E731
-            assert_soon(lambda: is_ended() or state.groups.number > before + 1)  # the latter where it was up already
+            assert_soon(lambda: is_ended() or state.groups.number > before + 1)  # the latter if rank 1 was already up
         finally:
             agent.resume()
             helds[0].resume()

@@ -1,4 +1,4 @@
-"""A session of several nodes, each an agent of its own on this machine; connections that break."""
+"""A session of several nodes, each with its own agent on this machine, and connections that break."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from .soon import assert_soon
 
 
 class OwnFolder(LocalTransport):
-    """A node on this machine with agents in a folder of its own, over a connection that a test breaks."""
+    """A node on this machine with its agents in a separate folder; a test can break the connection to it."""
 
     is_this_machine = False
     can_resume = True
@@ -64,7 +64,7 @@ class OwnFolder(LocalTransport):
         return sock
 
     def cut(self) -> None:
-        """Break the connection, and let none be made until ``heal``."""
+        """Break the connection and refuse new ones until ``heal``."""
         assert self._connection is not None
         self.is_reachable = False
         self._connection.shutdown(socket.SHUT_RDWR)
@@ -97,7 +97,7 @@ def nodes_of_all(base_of_all: Path) -> list[OwnFolder]:
 
 @pytest.fixture
 def nodes(base: Path, nodes_of_all: list[OwnFolder]) -> list[OwnFolder]:
-    """The same for all tests: what stays of a session there serves the next one."""
+    """Two nodes shared by all tests: what a session keeps there serves the next session."""
     for node in nodes_of_all:
         node.heal()
     return nodes_of_all
@@ -116,7 +116,7 @@ def _later(act: Callable[[], None], after_s: float) -> threading.Thread:
 
 
 def _broken_later(*nodes: OwnFolder, after_s: float, for_s: float) -> threading.Thread:
-    """One after the other, when the one before has its connection again; in one thread, which keeps the order."""
+    """Break the nodes' connections in turn, each once the node before has reconnected. One thread keeps the order."""
 
     def break_them() -> None:
         for number, node in enumerate(nodes):
@@ -205,7 +205,7 @@ def test_words_of_the_agent_do_not_cut_what_ranks_print(two_nodes: Session) -> N
 
     def ask() -> None:
         while not ended.is_set():
-            link_of(two_nodes).locate([0, 1], stack=False)  # the agent says that it has received it
+            link_of(two_nodes).locate([0, 1], stack=False)  # the agent acknowledges it
 
     asking = threading.Thread(target=ask)
     asking.start()
@@ -226,7 +226,7 @@ def test_values_that_were_under_way_are_asked_for_again(two_nodes: Session, node
     except TransportError as exc:
         assert "right: the connection broke while values were being transferred: pull them again" in str(exc)
     else:
-        assert len(found) == 50_000_000  # it had all arrived before
+        assert len(found) == 50_000_000  # all of it had already arrived
     healed.join(30)
     assert len(two_nodes.pull("large", ranks=1)[1]) == 50_000_000
 
@@ -318,13 +318,13 @@ def test_node_that_was_lost_while_nobody_was_there_is_told_at_attach(base: Path)
 
 
 def _tidy_up(node: OwnFolder) -> None:
-    """What an agent that was killed has left goes when somebody looks."""
+    """Remove what a killed agent has left, and check that its folder is gone."""
     remove_dead_agents(node._folder.parent)
     assert not node._folder.exists()
 
 
 def test_groups_that_cells_make_are_made_again_after_a_death(nodes: list[OwnFolder]) -> None:
-    """Without a default group: a fresh rank counts those that it has made as the others do."""
+    """The session makes no default group: a fresh rank must count the groups that it makes as the others do."""
     reduced = "ones = torch.ones(1)\ndist.all_reduce(ones)\nones.item()"
     grouped = f"dist.init_process_group()\n{reduced}"
     both = {0: 2.0, 1: 2.0}
@@ -381,12 +381,12 @@ def test_node_that_speaks_for_the_rank_of_another_is_hung_up_on(two_nodes: Sessi
     link._connect = lambda: ours
     theirs.settimeout(10)
     link._link.sock.shutdown(socket.SHUT_RDWR)
-    theirs.recv(1 << 16)  # it attaches
+    theirs.recv(1 << 16)  # the request to attach
     up = RankUp(1, 1, 0, 2, 1, "right", "cpu", "2")
     attached = state_of(two_nodes)._attached[1]
     for frame in (to_frame(up), to_frame(attached), forged._replace(number=link.last_number + 1)):
         theirs.sendall(frame.to_bytes(number=frame.number))
-    while theirs.recv(1 << 16):  # until it is hung up on
+    while theirs.recv(1 << 16):  # until the notebook closes the connection
         pass
     theirs.close()
     with pytest.raises((RankLost, SessionError), match="node right is lost"):

@@ -1,4 +1,4 @@
-"""A folder above the notebook's goes to the nodes, and the ranks start there where they would here."""
+"""A project folder above the notebook's is sent to the nodes; ranks start in its copy of the notebook's folder."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ os.path.basename(os.getcwd()), shared.number
 
 @pytest.fixture
 def project(tmp_path: Path) -> Iterator[Path]:
-    """With a notebook's folder in it, which is the current one, and a module beside that."""
+    """A project with a notebook's folder, which is the current folder, and a module in the folder ``lib``."""
     before = os.getcwd()
     for folder, text in (("lib/shared.py", "number = 1\n"), ("notes/notebook.ipynb", "{}")):
         (tmp_path / "project" / folder).parent.mkdir(parents=True)
@@ -48,7 +48,7 @@ def test_ranks_on_a_host_start_in_the_like_of_the_notebooks_folder(project: Path
         session.files.put("notebook.ipynb", "put")
         assert session.run_cell("os.path.exists('put/notebook.ipynb')").values == {0: True}
         session.detach()
-    with Session.attach("project", nodes=ssh_nodes(testbed, 1)) as session:  # what was brought is known here
+    with Session.attach("project", nodes=ssh_nodes(testbed, 1)) as session:  # it knows the folder that was sent
         (project / "lib" / "shared.py").write_text("number = 456\n")
         assert session.run_cell(_LOOK).values == {0: ("notes", 456)}
         assert not session.news.notices

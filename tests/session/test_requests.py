@@ -1,4 +1,4 @@
-"""Answers of ranks that are not trusted: only what was asked for is taken, and no more than was announced."""
+"""Answers of untrusted ranks: the session takes only requested values, and no more bytes than were announced."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_memory_is_taken_for_what_comes_and_not_for_what_is_announced() -> None:
 
 
 def test_description_that_there_is_no_room_for_is_not_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It takes many times its size."""
+    """Parsing a description takes many times its size."""
     monkeypatch.setattr("detrain_nb.node.system.memory_room.free_memory_bytes", lambda **_: 300 << 20)
     requests = Requests()
     request = requests.new([0], ["x"])
@@ -110,10 +110,10 @@ def test_value_that_there_is_no_room_for_is_refused_in_words() -> None:
     names = [f"x{number}" for number in range(1000)]
     requests = Requests()
     request = requests.new([0, 1], names)
-    for name in names:  # terabytes in all
+    for name in names:  # terabytes in total
         requests.take(Value(0, request.number, name, json_body({"int64": 1 << 29})))
     assert request.has_failed
-    requests.take(Piece([0], request.number, names[-1], 0, b"a"))  # nobody waits for it
+    requests.take(Piece([0], request.number, names[-1], 0, b"a"))  # the request has failed: no caller waits for it
     with pytest.raises(
         SessionError, match=r"^x\d+ of rank 0 takes .* GB of memory, .* GB are free here: pull fewer values"
     ):

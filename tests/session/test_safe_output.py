@@ -111,7 +111,7 @@ def _png(width: int, height: int) -> bytes:
 
 
 def _jpeg(width: int, height: int, *, before: bytes = b"", frame: int = 0xC2) -> bytes:
-    """With the two segments that most have; ``before``: what stands before the one with the size."""
+    """A JPEG header with the two segments that most files have, then ``before``, then the segment with the size."""
     segments = b"\xff\xe0" + struct.pack("!H", 16) + b"JFIF".ljust(14, b"\0") + b"\xff\xdb" + b"\0\x43" + bytes(65)
     return b"\xff\xd8" + segments + before + struct.pack("!BBHBHHB", 0xFF, frame, 17, 8, height, width, 3)
 
@@ -147,7 +147,7 @@ def test_html_of_another_host_is_not_shown() -> None:
 
 
 def test_text_beside_an_image_passes_for_no_rank_s_line() -> None:
-    """A terminal shows it in the place of the image, and it has no label."""
+    """A terminal shows the text in place of the image, without the label of a rank."""
     text = "\x1b[8;30;40m[good:0] loss 0.1\n[good:0] done"
     shown = safe_bundle({"text/plain": text, "image/png": PNG}, is_this_machine=False)
     assert shown["text/plain"] == "    [good:0] loss 0.1\n    [good:0] done"
@@ -279,7 +279,7 @@ def test_what_is_no_bundle_becomes_empty_text(bundle: object) -> None:
 
 
 def _complete(code: str, match: str, start: int, end: int | None = None) -> list[str]:
-    """What is offered of one match at the end of ``code``."""
+    """The completions that remain when a rank offers ``match`` at the end of ``code``."""
     found = Completions(0, 1, [match], ["x"], start, len(code) if end is None else end)
     safe = safe_completions(found, code=code, position=len(code))
     assert 0 <= safe.start <= safe.end == len(code)
@@ -348,9 +348,9 @@ def test_completions_are_not_without_end() -> None:
     assert found.types == [""] * 2000
 
 
-# ---- what reads a node's words takes time by their length, not by its square
+# ---- code that reads a node's text takes linear time, not quadratic
 
-_MUCH = 1_000_000  # characters: what took time by the square would take days
+_MUCH = 1_000_000  # characters: in quadratic time these would take days
 _LIMIT_S = 10.0
 
 
@@ -402,12 +402,12 @@ def _as_drawing(text: str) -> object:
 
 @pytest.mark.parametrize("unseen", ["\u3164", "\u115f", "\u1160", "\uffa0", "\u034f", "\ufe0f", "\U000e0100", "\u2800"])
 def test_what_is_drawn_as_nothing_is_no_part_of_a_name(unseen: str) -> None:
-    """Python takes most of them in names: another variable would be set, and look the same."""
+    """Python allows most of these characters in names: a name that looks the same would set another variable."""
     found = Completions(1, 1, [f"lr{unseen}", "lrs"], ["", ""], 0, 2)
     assert safe_completions(found, code="lr", position=2).matches == ["lrs"]
     assert unseen not in one_line(f"gpu{unseen}1")
     assert variable_names([f"lr{unseen}", "model", "run this: x", "x" * 81, "a.b", ""]) == ["model"]
-    if unseen != "\ufe0f":  # an emoji may have it
+    if unseen != "\ufe0f":  # emoji use this one
         assert unseen not in show_hidden(f"detrain_nb{unseen}: done")
 
 
@@ -430,7 +430,7 @@ def test_number_that_no_front_end_has_is_shown_as_text() -> None:
     assert shown["application/json"] == [1 << 60, str(-(1 << 5000)), True]
 
 
-_READERS: dict[str, tuple[Callable[[str], object], str, list[str]]] = {  # by what they look with: how a text begins
+_READERS: dict[str, tuple[Callable[[str], object], str, list[str]]] = {  # function, start of a text, parts to repeat
     "safe_output._fault_of_image": (_as_image, "A", [" ", "A", "A ", "=", "= ", "A\n"]),
     "image_size._read_jpeg": (
         lambda text: read_size("image/jpeg", b"\xff\xd8" + text.encode("latin-1")),

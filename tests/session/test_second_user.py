@@ -1,7 +1,7 @@
-"""Another user of the machine, who can connect to whatever listens on its loopback, reaches no process group.
+"""Another user of the machine can connect to every port on its loopback, but reaches no process group.
 
-Real processes of another uid: one writes into the engine's store, one connects to gloo's port before the rank does that
-is waited for. Which of two ranks listens for the other is left to their ports: groups are made until it is this one.
+The tests start real processes with another uid. One writes into the engine's store. One connects to gloo's port before
+the awaited rank does. The ports decide which of two ranks listens, so the test makes groups until rank 0 does.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ pytestmark = pytest.mark.skipif(os.getuid() != 0, reason="only root can become a
 _UID = 12345
 _BECOME = f"os.setgroups([]); os.setgid({_UID}); os.setuid({_UID})\n"
 _DEADLINE_S = 30.0
-_ATTEMPTS = 40  # each meets the rank that listens with a chance of a half
+_ATTEMPTS = 40  # in each, rank 0 is the one that listens with a chance of one half
 
-# Overwrites all keys of the store, again and again, until its input ends; then says which it has seen.
+# Overwrites all keys of the store in a loop until its input ends, then prints the keys that it has seen.
 _WRITER = f"""
 import os, select, sys
 import torch.distributed as dist
@@ -48,7 +48,7 @@ while not select.select([sys.stdin], [], [], 0.001)[0]:
 print(*seen, sep="\\n")
 """
 
-# Connects to each port that it reads, as each of the peers that gloo counts there, and says so.
+# Connects to each port that it reads, once as each peer that gloo counts there, and prints ``connected``.
 _INTRUDER = f"""
 import os, socket, struct, sys
 {_BECOME}
@@ -63,7 +63,7 @@ for line in sys.stdin:
     print("connected", flush=True)
 """
 
-# Connects to each port that it reads, says so, and goes on with that until its input ends. Says nothing there.
+# Connects to the ports that it reads, prints ``connected``, and repeats this until its input ends. Sends nothing.
 _SCANNER = f"""
 import os, select, socket, sys
 {_BECOME}
@@ -85,7 +85,7 @@ while not select.select([sys.stdin], [], [], 0.001)[0]:
         print(told.pop(), flush=True)
 """
 
-# Rank 1 comes late to each group while there is "wait", until there is "go".
+# While the file "wait" exists, rank 1 joins each group only once the file "go" exists.
 _LATE = """
 import os, time
 def come_late():
@@ -155,7 +155,7 @@ def test_what_another_user_writes_into_the_store_reaches_no_group() -> None:
 
 
 def _listening_ports(session: Session) -> set[int]:
-    """Of rank 0; none where its process is gone, and the next one not up yet."""
+    """The ports on which rank 0 listens; none while its process has exited and the next one is not up yet."""
     up = state_of(session).up.get(0)
     with contextlib.suppress(psutil.NoSuchProcess):
         connections = psutil.Process(up.pid).net_connections(kind="tcp") if up else []
@@ -164,7 +164,7 @@ def _listening_ports(session: Session) -> set[int]:
 
 
 def _let_intruder_in(session: Session, intruder: subprocess.Popen[str], go: Path, before: set[int]) -> None:
-    """When rank 0 listens for the peers of a new group, the intruder connects first; then rank 1 may come."""
+    """Once rank 0 listens for the peers of a new group, let the intruder connect first, then rank 1."""
     assert intruder.stdin and intruder.stdout
     deadline = time.monotonic() + _DEADLINE_S
     while time.monotonic() < deadline:
@@ -239,7 +239,7 @@ def test_other_user_who_connects_all_the_time_and_says_nothing_ends_no_group(
 
 
 def test_nobody_can_connect_once_a_group_is_made(session: Session) -> None:
-    """gloo listens as long as a group lives, and takes whoever comes; a rank without a descriptor for that ends."""
+    """gloo listens while a group lives and accepts any connection; a rank without a free descriptor would die."""
     session.run_cell("group = dist.new_group([0, 1])")
     ports = _listening_ports(session)
     shut = 0
@@ -248,7 +248,7 @@ def test_nobody_can_connect_once_a_group_is_made(session: Session) -> None:
             socket.create_connection(("127.0.0.1", port), timeout=0.2).close()
         except TimeoutError:
             shut += 1
-        except ConnectionRefusedError:  # of a group of an earlier cell, which has gone since
+        except ConnectionRefusedError:  # of an earlier cell's group, which no longer exists
             assert port not in _listening_ports(session)
         else:
             pytest.fail(f"port {port} takes whoever comes")

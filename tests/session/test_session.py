@@ -1,4 +1,4 @@
-"""A session in plain Python: cells on real ranks, their values, errors, stops, and what is left when it ends."""
+"""A session in plain Python: cells on real ranks, their values, errors and stops, and what remains after its end."""
 
 from __future__ import annotations
 
@@ -194,7 +194,7 @@ t = torch.ones(1); dist.all_reduce(t); t.item()
 def test_destroyed_group_is_made_again_before_the_next_cell(session: Session) -> None:
     session.run_cell("dist.destroy_process_group()")
     assert session.run_cell("t = torch.ones(1); dist.all_reduce(t); t.item()").values == {0: 2.0, 1: 2.0}
-    session.run_cell("dist.destroy_process_group()", ranks=0)  # on one rank only: all of them have to meet
+    session.run_cell("dist.destroy_process_group()", ranks=0)  # on one rank only: both must meet to make it again
     assert session.run_cell("t = torch.ones(1); dist.all_reduce(t); t.item()").values == {0: 2.0, 1: 2.0}
 
 
@@ -214,7 +214,7 @@ for _ in range(10): demo()
 
 
 def test_model_that_outlives_its_group_does_not_hang(session: Session) -> None:
-    """As tutorials have it: the group is destroyed in the function that the model is local to."""
+    """Many tutorials destroy the group in the function in which the model is a local variable."""
     session.run_cell(_TUTORIAL, timeout_s=30)
     session.run_cell("dist.barrier()", timeout_s=30)
 
@@ -298,7 +298,7 @@ def test_flood_of_every_rank_arrives_complete_in_the_log() -> None:
 
 def test_c_output_is_seen_while_the_cell_runs(session: Session) -> None:
     code = "import ctypes, time\nctypes.CDLL(None).puts(b'x')\ntime.sleep(600)"
-    with pytest.raises(CellInterrupted):  # as soon as it is seen
+    with pytest.raises(CellInterrupted):  # as soon as the output is seen
         session.run_cell(code, ranks=0, observer=Watcher(press_at="x"), timeout_s=60)
 
 
@@ -331,7 +331,7 @@ def test_name_that_no_cell_can_use_is_not_pushed(session: Session, name: str) ->
 
 
 class _Order(CellObserver):
-    """What a cell shows, in the order in which it comes."""
+    """Keeps what a cell shows, in order of arrival."""
 
     def __init__(self) -> None:
         self.said = ""
@@ -347,7 +347,7 @@ class _Order(CellObserver):
 
 
 def test_rank_is_no_prompt(session: Session) -> None:
-    """Nobody answers there; Lightning refuses to train with DDP where somebody seems to."""
+    """A rank has no interactive prompt; Lightning refuses to train with DDP where ``sys.ps1`` suggests one."""
     assert session.run_cell("import sys; hasattr(sys, 'ps1'), hasattr(sys, 'ps2')").values == dict.fromkeys(
         range(2), (False, False)
     )
@@ -355,7 +355,7 @@ def test_rank_is_no_prompt(session: Session) -> None:
 
 @pytest.mark.timeout(120)
 def test_flood_of_a_process_is_not_kept_ahead_of_the_notebook(session: Session) -> None:
-    """It was, on the disk of the node: the ranks were idle after a stop, and could not be used for minutes."""
+    """Such output used to pile up on the node's disk: after a stop, the idle ranks could not be used for minutes."""
 
     class Slow(Watcher):
         def output(self, rank: int, stream: str, text: str) -> None:
@@ -368,7 +368,7 @@ def test_flood_of_a_process_is_not_kept_ahead_of_the_notebook(session: Session) 
 
 
 def test_lines_of_a_loop_come_in_few_messages(session: Session) -> None:
-    """Each was a message: the notebook fell behind for minutes, and a stop seemed to fail."""
+    """Each line used to be a message: the notebook fell minutes behind, and a stop seemed to fail."""
 
     class Counter(Watcher):
         pieces = 0
@@ -384,7 +384,7 @@ def test_lines_of_a_loop_come_in_few_messages(session: Session) -> None:
 
 
 def test_what_a_rank_prints_logs_and_displays_comes_in_its_order(session: Session) -> None:
-    """Each has a channel of its own to the worker, which read first what it saw first."""
+    """Each has its own channel to the worker, which used to read the channels in whatever order it noticed them."""
     code = """
         import ctypes, sys
         from IPython.display import clear_output, display
@@ -406,7 +406,7 @@ def test_what_a_rank_prints_logs_and_displays_comes_in_its_order(session: Sessio
 
 
 def test_rank_whose_worker_does_not_read_prints_all_the_same(session: Session) -> None:
-    """The order is given up after a while, once, and kept again when the worker reads again."""
+    """The rank gives up the order once, after a wait, and keeps it again when the worker reads again."""
     turns = "for _ in range(100):\n    print('o')\n    print('e', file=sys.stderr)\n"
     stopped = f"""
 import os, signal, sys, threading, time
@@ -618,9 +618,9 @@ class _Waiting(CellObserver):
 def _run_behind_another(
     session: Session, cells: Mapping[str, tuple[int | None, str]], gate: Path
 ) -> tuple[dict[str, CellResult], dict[str, int]]:
-    """Run ``cells``, ranks and code, in a thread each, all of which wait for one and the same cell first.
+    """Run each of ``cells`` (ranks and code) in its own thread; all of them first wait for the same earlier cell.
 
-    Returns the results, and the numbers that those who show the cells were told.
+    Returns the results, and the cell numbers that the observers received.
     """
     first = _in_thread(session, _gated(gate))
     assert_soon(lambda: set(state_of(session).busy) == {0, 1})
@@ -635,7 +635,7 @@ def _run_behind_another(
 
 
 def _in_thread(session: Session, code: str, **options: Any) -> Callable[[], CellResult]:
-    """Begin a cell in a thread; returns what waits for its result."""
+    """Start a cell in a thread; returns a function that waits for its result."""
     result: Future[CellResult] = Future()
 
     def run() -> None:
@@ -673,7 +673,7 @@ def test_stop_interrupts_every_rank_and_keeps_variables(session: Session, code: 
 
 
 def test_timeout_stops_the_cell(session: Session) -> None:
-    """By then each rank has told where it is, several times."""
+    """By then each rank has reported its position several times."""
     with pytest.raises(
         CellTimeout, match=r"did not end within 4 s on ranks 0-1.* \(line 1\): all ranks stopped and kept"
     ):
@@ -865,7 +865,7 @@ def test_ended_session_says_so_and_its_results_stay() -> None:
 
 
 def test_log_of_a_killed_process_is_removed_by_the_next_session(runtime_folder: Path) -> None:
-    """Its number says nothing: one of another PID namespace, in a container, may have the same folder."""
+    """The PID in its name proves nothing: a process of another PID namespace, in a container, may share the folder."""
     program = "from detrain_nb.session.output.log import OutputLog; log = OutputLog(); print(log._folder, flush=True)"
     with subprocess.Popen(
         [sys.executable, "-c", f"{program}; input()"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -1179,8 +1179,8 @@ _SHOWS = "import IPython\nprint(1)\ndisplay(IPython.display.HTML('1'))\nIPython.
 
 @pytest.mark.parametrize("method", ["begin", "output", "display", "clear", "shown_so_far"])
 def test_observer_that_fails_costs_its_cell_alone(session: Session, method: str) -> None:
-    """Whoever shows a cell is the user's code: what it raises was told as the loss of the node."""
-    is_asked_later = method == "shown_so_far"  # perhaps only after the end
+    """An observer is the user's code; an exception in it used to be reported as the loss of the node."""
+    is_asked_later = method == "shown_so_far"  # may be called only after the cell has ended
     with contextlib.suppress(ZeroDivisionError) if is_asked_later else pytest.raises(ZeroDivisionError):
         session.run_cell(_SHOWS, observer=Failing(method))
     with pytest.raises(RankError) as told:
@@ -1209,7 +1209,7 @@ def test_follower_that_fails_leaves_the_cell_alone(session: Session, caplog: pyt
 
 @pytest.mark.parametrize("part", ["", "files", "log", "news", "ranks", "settings"])
 def test_setting_that_is_none_is_an_error_that_says_where_they_stand(session: Session, part: str) -> None:
-    """``session.hang_s = 1``, ``session.settings.hang = 1``: a new attribute would be believed, and do nothing."""
+    """``session.hang_s = 1`` and ``session.settings.hang = 1`` would otherwise add an attribute without effect."""
     of = getattr(session, part) if part else session
     for name in ("hang", "idle_s") if part == "settings" else ("hang_s", "hosts"):
         words = rf"\.{name} cannot be set: set hang_s, warm_s of session\.settings, or a field of"

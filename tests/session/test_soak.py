@@ -1,7 +1,7 @@
-"""The soak: random faults on one session, kernels killed among them; nothing is lost and nothing grows.
+"""The soak test: random faults on one session, including killed kernels; nothing is lost and nothing grows.
 
-80 faults are the same ones each time, 200 are others. ``SOAK_SEED`` repeats a run, ``SOAK_FAULTS`` makes it shorter or
-longer. What happens in a life of the kernel stands in soak_life.py.
+The run of 50 faults has a fixed seed; the run of 200 faults draws a new one each time. ``SOAK_SEED`` repeats a run, and
+``SOAK_FAULTS`` sets the number of faults. soak_life.py defines what happens in one life of the kernel.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ from .soak_life import Killed, Task, keeper_of
 from .soon import assert_soon, each_below
 
 _OTHER_COUNT = os.environ.get("SOAK_FAULTS")
-_WARM_UP = 40  # faults, after which nothing may grow any more
+_WARM_UP = 40  # number of faults after which no measure may grow
 _LINE_LIMIT_S = 60.0
 _ROOT = Path(__file__).parents[2]
 _START = "import sys; sys.path.append(sys.argv[1]); from tests.session.soak_life import main; main(sys.argv[2])"
 
-# How much more than after the warm-up there may be at the end, by what is measured. A stop between the fork of a
-# DataLoader's worker and the line that notes it leaves the worker, with three descriptors, to the end of its rank.
+# How much each measure may grow between the warm-up and the end. A stop between the fork of a
+# DataLoader's worker and the line that records it leaves the worker, with three descriptors, until its rank exits.
 _SLACK = {
     "processes": 2,
     "descriptors": 8,
     "threads": 3,
     "memory_bytes": 6 << 20,
 }
-_SPOOL_BYTES = 2 * (8 << 20)  # the segment that is written, and the one before it while its end is not acknowledged
+_SPOOL_BYTES = 2 * (8 << 20)  # the segment being written, and the one before it until its end is acknowledged
 
 
 @pytest.mark.parametrize(
@@ -71,7 +71,7 @@ def test_nothing_is_lost_and_nothing_grows(
 
 
 class _Soak:
-    """Starts one life of the kernel after the other, and measures in between."""
+    """Starts one life of the kernel after another, and measures the session in between."""
 
     def __init__(
         self,
@@ -84,7 +84,7 @@ class _Soak:
     ) -> None:
         self.name = name
         self.counters: dict[int, int] = {}
-        self.samples: dict[int, dict[str, float]] = {}  # after so many faults: what was measured
+        self.samples: dict[int, dict[str, float]] = {}  # measures by the number of faults so far
         self._all_faults = faults
         self._seed = seed
         self._folder = folder
@@ -94,7 +94,7 @@ class _Soak:
         self._faults = 0
 
     def run(self) -> None:
-        """Commit all faults, then end the session."""
+        """Cause all faults, then end the session."""
         dice = random.Random(self._seed)
         can_run_out_of_memory = can_make_cgroups()
         first = 1
@@ -112,7 +112,7 @@ class _Soak:
             )
             self._live(task)
             first = last + 1
-        if self._killed:  # by the last fault: one more life sees what became of it
+        if self._killed:  # killed by the last fault: one more life checks the result
             counters = {str(rank): count for rank, count in self.counters.items()}
             killed = dataclasses.asdict(self._killed)
             self._live(Task(self.name, self._seed, first, first, True, can_run_out_of_memory, counters, killed))
@@ -129,7 +129,7 @@ class _Soak:
             assert exit_code == wanted, life.describe(f"exit code {exit_code} where {wanted} was to be")
 
     def _hear(self, life: _Life, told: dict[str, Any]) -> None:
-        """What a life says of itself."""
+        """Handle one message from a life of the kernel."""
         if "fault" in told:
             self._faults += 1
             print(told)
@@ -152,7 +152,7 @@ class _Soak:
             life.go_on()
 
     def _measure(self, pids: dict[int, int], kernel: int) -> dict[str, float]:
-        """What the session uses, by what is measured and of whom."""
+        """Measure what the session uses; a key names the measure and the process."""
         interpreters = {rank: psutil.Process(pid) for rank, pid in pids.items()}
         workers = {rank: _parent(process) for rank, process in interpreters.items()}
         launcher = _parent(workers[0])
@@ -172,7 +172,7 @@ class _Soak:
         return found
 
     def _what_is_left(self) -> str:
-        """Files and processes of the session, and what its agent has said, which is gone soon."""
+        """Files and processes of the session, and the log of its agent, which is removed soon."""
         found = [str(path) for path in sorted(self._runtime_folder.rglob("*"))]
         for process in self._processes():
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -184,7 +184,7 @@ class _Soak:
 
 
 class _Life:
-    """One life of the kernel, from outside."""
+    """One life of the kernel, seen from the test's process."""
 
     def __init__(self, process: subprocess.Popen[str], task: Task, errors: Path) -> None:
         self.process = process
@@ -196,7 +196,7 @@ class _Life:
         self._reader.start()
 
     def lines(self) -> Iterator[dict[str, Any]]:
-        """What it says, until it ends. Fails when it says nothing for too long."""
+        """Yield its messages until it exits. Fail when none arrives for too long."""
         while True:
             try:
                 line = self._queue.get(timeout=_LINE_LIMIT_S)
@@ -253,7 +253,7 @@ def _parent(process: psutil.Process) -> psutil.Process:
 
 
 def _own_memory_bytes(pid: int) -> int:
-    """Memory that is no file's, that shared with the process it was forked from included."""
+    """Anonymous memory of a process, including what it shares with the process that it was forked from."""
     for line in Path(f"/proc/{pid}/status").read_text(encoding="ascii", errors="replace").splitlines():
         if line.startswith("RssAnon:"):
             return int(line.split()[1]) * 1024
@@ -265,7 +265,7 @@ def _slack_of(what: str) -> int:
 
 
 def _at_first(what: str, before: dict[str, float]) -> float:
-    """A rank that was replaced a moment ago has not loaded yet what the oldest has: of memory, the oldest counts."""
+    """The value after the warm-up; for memory the largest of all ranks, as a rank just replaced has loaded less."""
     memory = "memory_bytes of interpreter "
     if not what.startswith(memory):
         return before[what]
@@ -287,7 +287,7 @@ def _assert_nothing_grows(samples: dict[int, dict[str, float]]) -> None:
 
 
 def _table(samples: dict[int, dict[str, float]]) -> str:
-    """One row for each thing that was measured, one column for each time."""
+    """One row for each measure, one column for each sample."""
     rows = [f"{'after faults':32}" + "".join(f"{number:>9}" for number in samples)]
     for what in next(iter(samples.values()), {}):
         is_bytes = "bytes" in what

@@ -1,4 +1,4 @@
-"""Sessions on hosts over real SSH, and what can go wrong there: what the notebook shows, what stays."""
+"""Sessions on hosts over real SSH and their failures: what the notebook shows, and what remains on the hosts."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def session(testbed: Testbed) -> Iterator[Session]:
 
 @contextlib.contextmanager
 def _later(after_s: float, *acts: Callable[[], object], gap_s: float = 0.0) -> Iterator[None]:
-    """Do ``acts`` in a thread, from ``after_s`` on, ``gap_s`` apart; all are done when the block ends."""
+    """Run ``acts`` in a thread, the first after ``after_s``, the others ``gap_s`` apart; wait for all at the end."""
 
     def run() -> None:
         for index, act in enumerate(acts):
@@ -68,7 +68,7 @@ def _later(after_s: float, *acts: Callable[[], object], gap_s: float = 0.0) -> I
 
 
 def _ours(testbed: Testbed, host: str) -> list[list[str]]:
-    """The processes of sessions on a host; what has just been told to end has a moment for it."""
+    """Wait up to a minute for the processes of sessions on a host to exit; returns those that are left."""
     deadline = time.monotonic() + 60
     while True:
         found = list(processes_of_sessions(testbed, host).values())
@@ -112,13 +112,13 @@ def test_interrupt_of_a_start_leaves_nothing_wherever_it_comes(
         is_after = "has just" in where
         _interrupt_at(place, name, patched, times=2 if "second" in where or is_after else 1, is_after=is_after)
         Session.start(2, sync=False, nodes=ssh_nodes(testbed), device="cpu", name="interrupted")
-    time.sleep(3)  # what has been asked for would be there by then
+    time.sleep(3)  # anything already requested would have started by then
     for host in testbed.hosts:
         assert not _ours(testbed, host.name)
 
 
 def _interrupt_at(place: Any, name: str, patched: pytest.MonkeyPatch, *, times: int, is_after: bool) -> None:
-    """The main thread is interrupted when it calls that for the so manyth time, or when that has been done."""
+    """Interrupt the main thread at its ``times``-th call of ``name``, or right after that call if ``is_after``."""
     original, calls = getattr(place, name), itertools.count(1)
 
     def interrupted(*args: Any, **options: Any) -> Any:
@@ -133,7 +133,7 @@ def _interrupt_at(place: Any, name: str, patched: pytest.MonkeyPatch, *, times: 
 
 
 def _kill(testbed: Testbed, host: str, part: str) -> None:
-    """SIGKILL to every process of a host with ``part`` in its command line."""
+    """Send SIGKILL to every process of a host with ``part`` in its command line."""
     for pid, argv in testbed.processes(host).items():
         if part in " ".join(argv):
             testbed.exec(host, "kill", "-9", str(pid))
@@ -286,7 +286,7 @@ def test_two_sessions_on_the_same_hosts_do_not_disturb_each_other(testbed: Testb
         assert two.run_cell(code).values == {0: ("two", 2.0), 1: ("two", 2.0)}
 
 
-# ---- hosts that are not as they should be
+# ---- unusual and faulty hosts
 
 
 @pytest.mark.slow
@@ -458,7 +458,7 @@ def test_slow_link_is_only_slow(make_testbed: MakeTestbed) -> None:
 
 @pytest.mark.timeout(180)
 def test_stop_in_the_middle_of_a_large_message_loses_nothing(make_testbed: MakeTestbed) -> None:
-    """gloo forgets who waits for the rest of a message: its end is waited for."""
+    """gloo forgets which rank waits for the rest of a message, so the stop waits for the end of the message."""
     testbed = make_testbed(2, link=Link(rate_bits_per_s=200e6))
     with Session.start(1, sync=False, nodes=ssh_nodes(testbed), device="cpu") as session:
         session.run_cell("big, kept = torch.ones(15_000_000), rank")  # 60 MB: 2.4 s

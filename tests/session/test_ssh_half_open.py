@@ -1,4 +1,4 @@
-"""Connections that end at one side only: nothing says so, and each side has to find out by itself."""
+"""Half-open connections: the other side gets no notice, so each side has to detect the loss by itself."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from ..testbed.nodes import ssh_nodes
 from ..testbed.testbed import Testbed
 from .inside import link_of
 
-_NOTICED_S = 40.0  # 20 as a rule, and a busy machine stalls
+_NOTICED_S = 40.0  # usually 20; a busy machine stalls
 
 
 class Eyes(CellObserver):
-    """Sees each line of who is waited for, and acts on it."""
+    """Calls ``act`` with each line about the ranks that the cell waits for."""
 
     def __init__(self, act: Callable[[str], object]) -> None:
         self._act = act
@@ -45,7 +45,7 @@ def _eventually(holds: Callable[[], bool], *, limit_s: float = _NOTICED_S, gap_s
         time.sleep(gap_s)
 
 
-# ---- the node is gone, for the notebook
+# ---- the notebook loses the node
 
 
 @pytest.mark.slow
@@ -57,7 +57,7 @@ def test_cut_of_a_link_on_which_nothing_is_said_is_noticed_and_the_next_cell_wai
         session.run_cell("kept = rank")
         testbed.cut("h1", "notebook")
         began = time.monotonic()
-        _eventually(lambda: bool(link_of(session).broken_s(now=began)))  # to ask the ranks would say something
+        _eventually(lambda: bool(link_of(session).broken_s(now=began)))  # a query to the ranks would send something
         assert [node.fault[:17] for node in session.status().nodes] == ["", "no connection for"]
         said: list[str] = []
 
@@ -77,7 +77,7 @@ def test_cut_of_a_link_on_which_nothing_is_said_is_noticed_and_the_next_cell_wai
 
 @pytest.mark.thorough
 def test_cut_behind_a_host_that_is_gone_through_is_noticed(testbed: Testbed) -> None:
-    """The connection to the bastion is well, and its sshd knows nothing of the other one for a quarter of an hour."""
+    """The connection to the bastion works, and its sshd takes 15 minutes to notice that the one to h1 is cut."""
     h0 = testbed.hosts[0]
     behind = ssh_nodes(testbed)[1]
     behind = type(behind)(behind.node.model_copy(update={"proxy_jump": h0.name}), config_path=behind.config_path)
@@ -92,7 +92,7 @@ def test_cut_behind_a_host_that_is_gone_through_is_noticed(testbed: Testbed) -> 
         assert session.run_cell("kept", timeout_s=60).values == {0: 0}
 
 
-# ---- the notebook is gone, for the node
+# ---- the node loses the notebook
 
 _NOTEBOOK = """
 import sys
@@ -111,9 +111,9 @@ sys.stdin.read()
 
 @contextlib.contextmanager
 def _notebook_on(testbed: Testbed, host: str) -> Iterator[None]:
-    """A notebook on another machine has a rank on h1 in the block, and is killed at its end, if it was not before."""
+    """Run a notebook on another machine, with a rank on h1; it is killed when the block ends, if not before."""
     package = Path(detrain_nb.__file__).parent
-    ours = testbed.path_home(host) / "ours"  # what is in /tmp here is not there
+    ours = testbed.path_home(host) / "ours"  # the host has a /tmp of its own
     shutil.copytree(package, ours / package.name, ignore=shutil.ignore_patterns("__pycache__"), dirs_exist_ok=True)
     root = f"{testbed.inventory.user_home}/ours"
     code = _NOTEBOOK.format(root=root, config=testbed.inventory.ssh_config)
@@ -150,7 +150,7 @@ def test_notebook_that_vanished_lets_another_one_have_its_session_and_one_that_i
     with Session.start(1, sync=False, nodes=h1, device="cpu", name="silent", init=False) as silent:
         its_program = _attach_programs(testbed, "h1")
         with _notebook_on(testbed, "h0"):
-            testbed.cut("h0", "h1")  # for good: not even the end of its process is told
+            testbed.cut("h0", "h1")  # for good: h1 does not even learn that the process exits
             _kill_notebook(testbed, "h0")
             refusals: list[str] = []
 
@@ -191,7 +191,7 @@ with Session.start(1, sync=False, nodes=nodes, device="cpu", name="stopped", lim
 
 @pytest.mark.thorough
 def test_notebook_that_stood_still_goes_on_where_it_was(testbed: Testbed) -> None:
-    """A laptop that slept: the nodes have let go of it, and the ranks went on."""
+    """As when a laptop sleeps: the nodes have closed its connections, and the ranks have kept running."""
     command = [sys.executable, "-c", _STOPPED_NOTEBOOK, testbed.inventory.ssh_config]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         watch = threading.Timer(60, process.kill)
@@ -202,7 +202,7 @@ def test_notebook_that_stood_still_goes_on_where_it_was(testbed: Testbed) -> Non
             time.sleep(0.5)
             process.send_signal(signal.SIGSTOP)
             _eventually(lambda: not any(_attach_programs(testbed, host) for host in ("h0", "h1")))
-            time.sleep(1.0)  # what ranks say meanwhile is kept
+            time.sleep(1.0)  # the output of the ranks is kept meanwhile
             process.send_signal(signal.SIGCONT)
             values, texts = json.loads(process.stdout.readline())
             assert process.wait(30) == 0

@@ -1,4 +1,4 @@
-"""Hosts over SSH whose Python is not the notebook's: without IPython, too old for it, with another torch."""
+"""Hosts over SSH whose Python differs from the notebook's: without IPython, too old, or with a different torch."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ _LIMIT_S = 60.0
 
 @pytest.fixture(scope="module")
 def make_python(testbed_of_two: Testbed) -> Callable[..., str]:
-    """Return a function that makes a Python of the hosts with torch, what torch requires, and nothing else.
+    """Return a function that makes a Python for the hosts with torch and its requirements only.
 
-    ``torch``: the version that is said to be installed. ``python``: the version that it takes itself for.
+    ``torch``: the version in torch's metadata. ``python``: the version in ``sys.version_info``.
     """
 
     def make(name: str, *, torch: str = "", python: tuple[int, int, int] | None = None) -> str:
-        folder = testbed_of_two.folder / name  # hosts see it under the same name
+        folder = testbed_of_two.folder / name  # hosts see it at the same path
         command = [sys.executable, "-m", "venv", "--without-pip", "--symlinks", folder]
         subprocess.run(command, check=True, timeout=_LIMIT_S)
         [packages] = folder.glob("lib/python*/site-packages")
@@ -53,7 +53,7 @@ def make_python(testbed_of_two: Testbed) -> Callable[..., str]:
 
 @pytest.fixture(scope="module")
 def bare_python(make_python: Callable[..., str]) -> str:
-    """One without IPython, and without anything of ours."""
+    """A Python without IPython, its requirements and detrain_nb."""
     path = make_python("bare")
     code = "import torch, importlib.util as u, json\nprint(json.dumps([bool(u.find_spec(n)) for n in %r]))"
     names = ["IPython", "traitlets", "prompt_toolkit", "detrain_nb"]
@@ -64,7 +64,7 @@ def bare_python(make_python: Callable[..., str]) -> str:
 
 
 def _files_of(name: str) -> set[Path]:
-    """What stands in site-packages of a distribution and of all that it requires."""
+    """The files and folders in site-packages of a distribution and of everything that it requires."""
     found: dict[str, Distribution] = {}
     wanted = [name]
     while wanted:
@@ -79,7 +79,7 @@ def _files_of(name: str) -> set[Path]:
 
 @pytest.fixture
 def nothing_starts(testbed: Testbed) -> Iterator[None]:
-    """No process of ours is on the hosts after the test that was not there before, and no session is left."""
+    """After the test the hosts run no new process of a session, and no session is left."""
 
     def ours() -> set[tuple[str, int]]:
         return {(host.name, pid) for host in testbed.hosts for pid in processes_of_sessions(testbed, host.name)}

@@ -1,4 +1,4 @@
-"""A rank whose Python is older than the notebook may have, beside one of the notebook's: ``make test-pythons``."""
+"""One rank has a Python too old for the notebook, the other has the notebook's Python: ``make test-pythons``."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ def older_python(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="module")
 def mixed(testbed_of_two: Testbed, older_python: str) -> Iterator[Session]:
-    """Rank 0 on the older one."""
+    """Rank 0 on the older Python, rank 1 on the notebook's."""
     nodes = [*ssh_nodes(testbed_of_two, 1, python=older_python), *ssh_nodes(testbed_of_two)[1:]]
     with Session.start(1, sync=False, nodes=nodes, device="cpu") as started:
         yield started
 
 
 def _plain(text: str) -> str:
-    """Without colours, which are another IPython's."""
+    """The text without colours, which differ between versions of IPython."""
     return re.sub(r"\x1b\[[\d;]*m", "", text)
 
 

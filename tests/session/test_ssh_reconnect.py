@@ -1,4 +1,4 @@
-"""A link whose connection broke makes another one, whatever goes wrong meanwhile, and holds up nobody."""
+"""A link whose connection breaks makes a new one, whatever fails meanwhile, and does not delay its callers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _LIMIT_S = 10.0
 
 
 class Node:
-    """The other end of a link: each connection is a socket of the test's; ``fail`` raises instead of making one."""
+    """The other end of a link: each connection is a socket of the test, unless ``fail`` raises."""
 
     def __init__(self) -> None:
         self.fail: Callable[[int], None] = lambda _: None
@@ -56,7 +56,7 @@ class Node:
 
 
 class _Told(SessionState):
-    """What the session knows; the test is told when a connection breaks, and at the end."""
+    """The state of a session that notifies the test when a connection breaks and when the link ends."""
 
     def __init__(self, node: Node) -> None:
         super().__init__("mine")
@@ -109,7 +109,7 @@ def test_start_that_is_interrupted_before_its_connection_is_served_ends_quietly(
 
 
 def test_end_is_waited_for_also_after_a_wait_that_was_interrupted(node: Node) -> None:
-    """Python takes a thread for ended when a join of it was interrupted."""
+    """Python treats a thread as ended once a join of it was interrupted."""
     is_released = threading.Event()
     node.close = lambda _: is_released.wait(_LIMIT_S)
     node.link.begin_to_close(is_seen=True)
@@ -144,7 +144,7 @@ def test_what_is_sent_meanwhile_holds_up_nobody(node: Node) -> None:
 
 def test_node_that_answers_no_sign_of_life_is_connected_to_again(node: Node) -> None:
     node.limits.alive_gap_s = 0.05
-    node.fail = lambda tries: setattr(node.limits, "alive_gap_s", 0.3)  # then there is time for the answers
+    node.fail = lambda tries: setattr(node.limits, "alive_gap_s", 0.3)  # from then on there is time for the answers
     node.link.send(Attach("mine", "holder"))
     silent = node.sock
     assert node.has_broken.wait(_LIMIT_S), "it was waited for, though it says nothing"

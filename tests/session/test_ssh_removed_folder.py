@@ -1,4 +1,4 @@
-"""A kernel whose folder was removed under it: a session starts elsewhere, or does not begin at all."""
+"""A kernel whose current folder was removed: a session starts in another folder, or not at all."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_start_in_another_folder_is_no_matter(nowhere: None, tmp_path: Path) -> 
 
 
 def test_start_and_attach_that_cannot_be_leave_nothing(nowhere: None, tmp_path: Path) -> None:
-    before, others = _links(), running_sessions()  # what a test before has ended may still be on its way
+    before, others = _links(), running_sessions()  # processes of an earlier test may still be exiting
     with pytest.raises(SpecError, match="the current folder was removed"):
         Session.start(ranks=1, device="cpu", init=False)
     assert {*_links()} <= {*before} and running_sessions().items() <= others.items()

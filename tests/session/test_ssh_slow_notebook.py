@@ -1,4 +1,4 @@
-"""A notebook behind a slow link, for which less is kept than a rank says: the end of a cell goes with the output."""
+"""A notebook behind a slow link: ranks print more than is kept for it, and the end of a cell is dropped too."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .inside import link_of, state_of
 
 pytestmark = pytest.mark.timeout(120)
 _LIMIT_S = 30.0
-# Rank 1 ends the cell in the middle of what is kept of rank 0, and dropped when that says more.
+# The end of the cell on rank 1 lies amid the kept output of rank 0, and is dropped when rank 0 prints more.
 _CELL = """
 import os, sys, time
 def wait_for(name):
@@ -41,12 +41,12 @@ else:
 
 
 class Eyes(CellObserver):
-    """Somebody watches the cell."""
+    """An observer, so that the session watches the cell."""
 
 
 @pytest.fixture
 def session(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Session]:
-    """Two ranks; the notebook takes nothing from the first output on until a rank has said it all."""
+    """Two ranks; from the first output on, the notebook takes no message until a rank has printed everything."""
     with Session.start(ranks=2, device="cpu", init=False, spool_limit_bytes=17 << 20) as started:
         take, behind = state_of(started).take, tmp_path / "behind"
 
@@ -78,7 +78,7 @@ def test_cell_ends_though_the_end_of_a_rank_was_dropped(session: Session) -> Non
 
 @pytest.mark.slow
 def test_stop_lets_go_of_a_rank_whose_end_was_dropped(session: Session) -> None:
-    """Nobody watches the cell: only who stops it looks where its ranks are."""
+    """The cell has no observer, so only the stop checks where its ranks are."""
     with pytest.raises(CellTimeout, match="all ranks stopped and kept their variables"):
         session.run_cell(_CELL, timeout_s=_LIMIT_S / 3)
     _assert_end_was_dropped(session)
@@ -86,7 +86,7 @@ def test_stop_lets_go_of_a_rank_whose_end_was_dropped(session: Session) -> None:
 
 @pytest.mark.slow
 def test_ends_that_come_are_not_taken_for_lost(tmp_path: Path) -> None:
-    """Cells are looked at all the time, also in the moments in which they begin and end."""
+    """The ranks are located all the time, including the moments in which cells begin and end."""
     with Session.start(ranks=2, device="cpu", init=False) as session:
         session.settings.limits.look_gap_s = 0.001
         is_over = threading.Event()

@@ -1,4 +1,4 @@
-"""A host over SSH that is slower than the others: the notebook says which rank it waits for, and on which host."""
+"""One host over SSH is slower than the others: the notebook shows which rank it waits for, and on which host."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ for i in range(20_000_000 if rank == 1 and not is_throttled else 1_200_000):
 
 @contextlib.contextmanager
 def _slow_cgroup() -> Iterator[Path | None]:
-    """A cgroup that gives its processes a twentieth of a processor; None where none can be made."""
+    """A cgroup that gives its processes a twentieth of a processor; None where no cgroup can be made."""
     with contextlib.ExitStack() as made:
         try:
             folder = made.enter_context(cgroup("cpu"))
@@ -44,7 +44,7 @@ def _slow_cgroup() -> Iterator[Path | None]:
 
 @pytest.fixture
 def session(testbed: Testbed) -> Iterator[Session]:
-    """Rank 0 on h0; rank 1 on h1, which computes slowly, or, where no cgroup can be made, has more to compute."""
+    """Rank 0 on h0; rank 1 on h1 is slowed by a cgroup, or has more to compute where no cgroup can be made."""
     with _slow_cgroup() as cgroup, Session.start(1, sync=False, nodes=ssh_nodes(testbed), device="cpu") as started:
         started.settings.limits.look_gap_s = 0.2
         started.run_cell(f"is_throttled = {cgroup is not None}")

@@ -1,4 +1,4 @@
-"""What hosts over real SSH cannot do to the notebook, to its secrets and to each other's ports, and who trusts them."""
+"""What hosts over real SSH cannot do to the notebook, its secrets and each other's ports, and whose HTML is shown."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ HTML('<b>value</b>')
 
 
 class Eyes(CellObserver):
-    """Keeps what is shown."""
+    """Keeps the MIME types that each rank displays."""
 
     def __init__(self) -> None:
         self.mimes: dict[int, list[list[str]]] = {0: [], 1: []}
@@ -68,7 +68,7 @@ _AS_SENT = [
 
 @pytest.fixture(autouse=True)
 def empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is there that would travel to the hosts."""
+    """Make an empty folder the current one, so that no files are sent to the hosts."""
     folder = tmp_path / "empty"
     folder.mkdir()
     monkeypatch.chdir(folder)
@@ -76,7 +76,7 @@ def empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A home of the user's own, on the notebook's machine."""
+    """An empty home folder for the user on the notebook's machine."""
     folder = tmp_path / "home"
     (folder / ".config/detrain_nb").mkdir(parents=True)
     monkeypatch.setenv("HOME", str(folder))
@@ -208,7 +208,7 @@ def test_secrets_are_in_no_argv_no_file_no_repr_and_no_error(
     def watch() -> None:
         while not is_over.is_set():
             argvs = testbed.processes("h0").values()
-            seen.extend(word for argv in argvs if "grep -rlF" not in " ".join(argv) for word in argv)  # our own search
+            seen.extend(word for argv in argvs if "grep -rlF" not in " ".join(argv) for word in argv)  # the test's grep
             time.sleep(0.02)
 
     watcher = threading.Thread(target=watch)
@@ -268,7 +268,7 @@ subprocess.run("touch child; command umask", shell=True, check=True)
 
 @pytest.mark.slow
 def test_ranks_have_the_umask_of_the_login_and_what_is_ours_stays_private(testbed: Testbed) -> None:
-    """At its loosest: whatever of ours depends on it would be open to others."""
+    """The umask is 0: files of detrain_nb that depended on it would be open to other users."""
     login = testbed.path_home("h0") / ".bashrc"
     login.write_text("umask 0\n")
     testbed.output("h0", "rm -rf ~/.cache")
@@ -396,7 +396,7 @@ def test_folder_with_code_in_its_name_is_a_folder(testbed: Testbed) -> None:
 
 
 def _our_listeners() -> set[tuple[str, int]]:
-    """Where this process and those that it started listen."""
+    """The addresses at which this process and its children listen."""
     own, found = psutil.Process(), set()
     for process in (own, *own.children(recursive=True)):
         with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
@@ -407,7 +407,7 @@ def _our_listeners() -> set[tuple[str, int]]:
 
 @pytest.fixture
 def before(testbed: Testbed) -> Iterator[dict[str, list[tuple[str, int]]]]:
-    """What listens on the hosts before a session; the same listens after it."""
+    """The listening sockets of the hosts before a session; the same ones must listen after it."""
     listening = {host.name: testbed.listening(host.name) for host in testbed.hosts}
     ours = _our_listeners()
     yield listening
@@ -416,7 +416,7 @@ def before(testbed: Testbed) -> Iterator[dict[str, list[tuple[str, int]]]]:
 
 
 def _wait_until(holds: Callable[[], bool]) -> None:
-    """What ends with a session has hung up a moment before it is gone."""
+    """Wait until ``holds``: a process closes its connection a moment before it has exited."""
     deadline = time.monotonic() + 60
     while not holds():
         assert time.monotonic() < deadline
@@ -443,5 +443,5 @@ def test_only_sshd_and_the_job_listen_each_on_the_one_address_of_its_node(
 
 
 def test_this_python_is_the_hosts(testbed: Testbed) -> None:
-    """Else the tests above would say nothing."""
+    """Otherwise the tests above would prove nothing."""
     assert testbed.output("h0", sys.executable, "-c", "print(1)") == "1\n"

@@ -1,4 +1,4 @@
-"""What a start tells of each node, and that whoever follows it can end it at any of its moments."""
+"""What a start reports about each node, and that its callbacks can abort it at any moment."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _HERE = [Node(host="localhost", ranks=2)]
 
 
 class _Ended(Exception):
-    """Whoever follows a start has had enough."""
+    """Raised by a callback to abort a start."""
 
 
 def test_each_phase_of_a_node_is_told_to_its_end() -> None:
@@ -72,14 +72,14 @@ def test_start_and_examination_end_while_a_host_does_not_answer(
 
 
 def _wait_for_hosts(limit_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """How long a connection to one may take to be there."""
+    """Set how long a start waits for the connection to a host."""
     monkeypatch.setattr(ssh_socket, "_TCP_LIMIT_S", limit_s)
     monkeypatch.setattr(host_probe, "_CONNECT_LIMIT_S", limit_s)
     monkeypatch.setitem(ssh_node.connect_to.__kwdefaults__, "limit_s", limit_s)
 
 
 class _Follower:
-    """Has had enough when it has been called some times: both are under way then."""
+    """Aborts the start at its tenth call, when the connections to both hosts are being made."""
 
     def __init__(self) -> None:
         self._num_calls = 0

@@ -1,7 +1,7 @@
-"""The stop button: whoever waits is freed, whoever computes is left alone, variables stay, the next cell runs on all.
+"""The stop button: waiting ranks are freed, computing ranks are left alone, variables stay, all run the next cell.
 
-Every test has a DDP model, a fully sharded one, a mesh and a subgroup alive. No group's timeout passes here (it is 30
-minutes): a rank that waited was freed by us, and the log says so.
+In every test a DDP model, a fully sharded model, a mesh and a subgroup exist. No group's timeout (30 minutes) passes
+here: a rank that waited was freed by the stop, and the log says so.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from .soon import assert_soon
 from .training import COLLECTIVE, STALE, Watcher, assert_works, be_patient, equip, press_stop
 
 _NEVER = "while True: time.sleep(0.01)"
-_SLOW_C = "sum(range(400_000_000))"  # holds the GIL for seconds and looks at no signal
+_SLOW_C = "sum(range(400_000_000))"  # holds the GIL for seconds and handles no signal
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +41,7 @@ def equipped(two_ranks: Callable[[], Session]) -> Iterator[Session]:
 
 @pytest.fixture(autouse=True)
 def training(equipped: Session, caplog: pytest.LogCaptureFixture) -> None:
-    """Before every test; the log tells which generations ended."""
+    """Runs before every test; the log shows which generations ended."""
     be_patient(equipped)
     equip(equipped)
     caplog.set_level(logging.INFO, logger="detrain_nb.session")
@@ -50,7 +50,7 @@ def training(equipped: Session, caplog: pytest.LogCaptureFixture) -> None:
 
 @contextlib.contextmanager
 def _presses(*seconds: float) -> Iterator[None]:
-    """Press stop so many seconds from now; none is left when the block ends."""
+    """Press stop after each of ``seconds``; no press is pending when the block ends."""
     timers = [threading.Timer(delay, press_stop) for delay in seconds]
     for timer in timers:
         timer.start()
@@ -60,7 +60,7 @@ def _presses(*seconds: float) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _none_is_left_of(presses: list[threading.Timer]) -> Iterator[None]:
-    """A press that no cell has taken fails the test; to pytest it would be the end of all tests."""
+    """Fail the test on a press that no cell took; its KeyboardInterrupt would end the whole pytest run."""
     try:
         try:
             yield
@@ -73,7 +73,7 @@ def _none_is_left_of(presses: list[threading.Timer]) -> Iterator[None]:
 
 
 def _stop(session: Session, code: str, *presses: float) -> CellInterrupted:
-    """Run a cell, stop it so many seconds after all ranks have begun it, and return what that raised."""
+    """Run a cell, press stop ``presses`` seconds after all ranks have begun it, and return the exception."""
     watcher = Watcher(press_at="the cell begins", ranks=len(session.ranks), after_s=presses or (0.4,))
     try:
         with pytest.raises(CellInterrupted) as caught:
@@ -84,20 +84,20 @@ def _stop(session: Session, code: str, *presses: float) -> CellInterrupted:
 
 
 def _stop_when_begun(session: Session, code: str, *, ranks: int) -> CellInterrupted:
-    """The same, when so many ranks have said that they have begun."""
+    """Run a cell, press stop once ``ranks`` ranks have printed ``begun``, and return the exception."""
     with pytest.raises(CellInterrupted) as caught:
         session.run_cell(code, observer=Watcher(press_at="begun", ranks=ranks, after_s=(0.3,)), timeout_s=60)
     return caught.value
 
 
 def _freed(caplog: pytest.LogCaptureFixture) -> set[int]:
-    """The ranks whose generation was ended. One end of a connection may be closed when the other is shut."""
+    """The ranks whose generation was ended, if any connection was shut: a rank's peer may shut it first."""
     found = re.findall(r"generation \d+ ended on rank (\d+): (\d+) connections shut", caplog.text)
     return {int(rank) for rank, _ in found} if any(int(count) for _, count in found) else set()
 
 
 def _assert_freed(caplog: pytest.LogCaptureFixture, *ranks: int) -> None:
-    """The generation of all of them was ended. A rank may end its cell before it says so of its groups."""
+    """Wait for the generations of ``ranks`` to end. A rank may end its cell before it reports this of its groups."""
     assert_soon(lambda: _freed(caplog) >= set(ranks))
 
 
@@ -167,7 +167,7 @@ _TELLING = {
 
 @pytest.mark.rare_elsewhere
 def test_group_that_a_cell_has_made_itself_is_ended_too(two_ranks: Callable[..., Session]) -> None:
-    """In a session that makes none."""
+    """The session makes no process group itself."""
     with two_ranks(init=False) as session:
         session.run_cell("import time\ncounter = rank")
         hung = f"dist.init_process_group()\nprint('begun')\nif rank == 0: dist.barrier()\nelse:\n    {_NEVER}"
@@ -204,7 +204,7 @@ def test_blocked_rank_is_freed_and_keeps_its_variables(
 
 @pytest.mark.rare_elsewhere
 def test_rank_that_another_ones_end_has_freed_tells_nothing_of_that(equipped: Session) -> None:
-    """A connection is shut from both ends; here the other rank is first."""
+    """Both ranks shut their connection; here the other rank is first, and the error of gloo must not be shown."""
     slow_end = "generation = dist.init_process_group.__self__\nend_now = generation.end"
     slow_end += "\nif rank == 0: generation.end = lambda number: (time.sleep(0.2), end_now(number))[1]"
     slow_end += "\nsys.modules['detrain_nb.node.cell.interpreter']._OWN_END_LIMIT_S = 5"
@@ -268,7 +268,7 @@ def test_ranks_that_are_in_step_keep_their_groups(
 @pytest.mark.parametrize("end", [_NEVER, "1 / 0"], ids=["stopped", "failed"])
 @pytest.mark.parametrize("code", _OUT_OF_STEP.values(), ids=list(_OUT_OF_STEP))
 def test_collective_that_was_begun_never_meets_the_next_cell(equipped: Session, code: str, end: str) -> None:
-    """A stop can come between the begin of a collective and the wait for it, on one rank and not on the other."""
+    """A stop can arrive between the start of a collective and the wait for it, on one rank only."""
     before = _counters(equipped)
     error = _stop_or_fail(equipped, f"{code}\n{end}")
     assert set(re.findall(r"\w+", error.note.partition("recreate")[2])) >= STALE, error.note
@@ -329,7 +329,7 @@ def test_rank_that_computes_is_named_and_the_group_is_left_alone(
 
 @pytest.mark.rare_elsewhere
 def test_sharded_tensors_can_be_made_again_after_a_stop(equipped: Session) -> None:
-    """torch keeps what it has found out of a mesh, and finds it again by an equal one."""
+    """torch caches what it derives from a mesh, and an equal mesh finds the cached values again."""
     code = (
         "from torch.distributed.tensor import Replicate, Shard, distribute_tensor\n"
         "mesh = torch.distributed.init_device_mesh(device.type, (2,))\n"
@@ -390,7 +390,7 @@ def test_rank_that_computes_can_be_replaced_alone(equipped: Session, monkeypatch
 def test_second_press_ends_the_generation_without_asking(
     equipped: Session, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A rank in a C call that nobody can name: here it waits for a key in the store."""
+    """A rank is in a C call that the session cannot identify: here it waits for a key in the store."""
     code = (
         "from torch.distributed.distributed_c10d import _get_default_store\n_get_default_store().get('nobody sets it')"
     )
@@ -411,7 +411,7 @@ def test_third_press_replaces_the_ranks_that_have_not_come_back(
     press = core_of(equipped).rescue._press
 
     def press_and_again(number: int, story: Any) -> None:
-        if number < 3:  # two presses that come together are one
+        if number < 3:  # two presses at the same moment count as one
             threading.Timer(0.2, press_stop).start()
         press(number, story)
 
@@ -425,14 +425,14 @@ def test_third_press_replaces_the_ranks_that_have_not_come_back(
 def test_presses_that_come_all_at_once_replace_no_rank_that_stops(
     equipped: Session, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What a notebook has sent may be on its way for seconds, as may be the end of the cell."""
+    """A message of the notebook may take seconds to arrive, and so may the end of the cell."""
     before = _counters(equipped)
     of_stop, press = core_of(equipped).rescue, core_of(equipped).rescue._press
 
     def press_three_times(number: int, story: Any) -> None:
         of_stop._interrupt(story.cell)
         press(3, story)
-        link_of(equipped).send(Replace(list(story.cell.ranks), story.cell.number))  # its end has come meanwhile
+        link_of(equipped).send(Replace(list(story.cell.ranks), story.cell.number))  # the cell has ended meanwhile
 
     monkeypatch.setattr(of_stop, "_press", press_three_times)
     stopped = _stop(equipped, "while True: time.sleep(0.01)")
@@ -445,7 +445,7 @@ _SWALLOWS = "while True:\n    try: time.sleep(0.1)\n    except BaseException: pa
 
 
 class _StillThere(CellObserver):
-    """Presses stop when a cell says that it waits for another, and keeps what it said."""
+    """Presses stop when a cell reports that it waits for another, and keeps the report."""
 
     said = ""
 
@@ -457,7 +457,7 @@ class _StillThere(CellObserver):
 
 @pytest.fixture
 def impatient(equipped: Session, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A rank that does not end its cell is given up soon."""
+    """The session gives up soon on a rank that does not end its cell."""
     for limit in ("compute_s", "freed_s"):
         monkeypatch.setattr(equipped.settings.limits, limit, 0.3)
 
@@ -539,7 +539,7 @@ def test_old_wrappers_raise_at_once_and_say_why(equipped: Session) -> None:
             equipped.run_cell(code)
         shown = "\n".join(caught.value._render_traceback_())
         assert re.search(rf"\b{name}\b.* uses? a process group that no longer exists", shown), shown
-    with pytest.raises(RankError, match="invalid root rank: 7") as caught:  # of the new group, which is well
+    with pytest.raises(RankError, match="invalid root rank: 7") as caught:  # the error of the new group, which works
         equipped.run_cell("dist.broadcast(torch.ones(1), src=7)")
     assert "no longer exists" not in "\n".join(caught.value._render_traceback_())
     equipped.run_cell("del ddp, sharded, mesh, subgroup")
@@ -567,7 +567,7 @@ def test_next_cell_gives_up_on_a_rank_that_does_not_return(equipped: Session, mo
     _stop(equipped, f"if rank == 1: {_SLOW_C}; {_SLOW_C}")
     with pytest.raises(SessionError, match=r"rank 1( on h1)? \(line 1\) still in cell \d+: .* --kill 1"):
         equipped.run_cell("1")
-    monkeypatch.setattr(equipped.settings.limits, "idle_s", 30.0)  # that rank 1 would return within
+    monkeypatch.setattr(equipped.settings.limits, "idle_s", 30.0)  # rank 1 would return within this time
     for _ in range(3):  # the rest of "run all" does not wait as long again
         with pytest.raises(SessionError, match="still in cell"):
             equipped.run_cell("1")
@@ -581,7 +581,7 @@ def test_next_cell_gives_up_on_a_rank_that_does_not_return(equipped: Session, mo
 
 @pytest.mark.rare_elsewhere
 def test_garbage_of_the_cells_is_not_collected_where_generations_end(equipped: Session) -> None:
-    """What a cell left may wait in its destructor, as a DataLoader does for its workers."""
+    """An object of a cell may wait in its destructor, as a DataLoader waits for its workers."""
     code = """
 import gc, threading
 collected_by = set()
@@ -640,7 +640,7 @@ def test_stop_while_it_is_waited_for_the_news_of_a_death_tells_what_was_raised(
 
 @pytest.mark.here_only
 def test_stop_while_a_large_picture_is_sent_does_not_cut_it(equipped: Session) -> None:
-    """The worker is held up meanwhile, so that the message waits half sent; the rank itself does what a stop does."""
+    """The worker is suspended, so the message waits half sent; the rank interrupts itself as a stop would."""
     worker = psutil.Process(equipped.status().ranks[1].pid).parent()
     assert worker is not None
     code = """
@@ -682,7 +682,7 @@ def test_stop_before_the_first_line_of_a_cell_shows_no_line(equipped: Session) -
 
 @pytest.mark.rare_elsewhere
 def test_stop_that_strikes_in_a_callback_of_ipython_is_not_lost(equipped: Session) -> None:
-    """Whoever calls them there catches KeyboardInterrupt, says a word and goes on."""
+    """IPython catches KeyboardInterrupt in its callbacks, prints a line and continues."""
     equipped.run_cell(_STRIKES_IN_A_CALLBACK.format(event="pre_run_cell"), ranks=1)
     with pytest.raises(CellInterrupted):
         equipped.run_cell("went_on = True", ranks=1, timeout_s=10)
@@ -692,7 +692,7 @@ def test_stop_that_strikes_in_a_callback_of_ipython_is_not_lost(equipped: Sessio
 
 @pytest.mark.rare_elsewhere
 def test_stop_that_strikes_when_the_code_has_failed_says_where_that_was(equipped: Session) -> None:
-    """As torch's error of being freed does, which may come right before the interrupt."""
+    """As with torch's error in a freed rank, which may be raised right before the interrupt arrives."""
     equipped.run_cell(f"{_STRIKES_IN_A_CALLBACK.format(event='post_execute')}_skips = 1", ranks=1)
     with pytest.raises(CellInterrupted) as caught:
         equipped.run_cell("x = 1\n1 / 0", ranks=1, timeout_s=10)
@@ -755,7 +755,7 @@ _FAILS = {
 
 @pytest.fixture
 def holding(equipped: Session) -> Iterator[Session]:
-    """``fail(ERROR)`` holds what ``known`` refers to; no garbage is collected."""
+    """``fail(ERROR)`` raises while a local variable holds what ``known`` refers to; garbage collection is off."""
     equipped.run_cell(
         "import asyncio, gc, weakref\n"
         "gc.disable()\n"

@@ -1,4 +1,4 @@
-"""The last lines of a rank in a cell, read as they come."""
+"""The last lines of a rank in a cell, read as they arrive."""
 
 from __future__ import annotations
 

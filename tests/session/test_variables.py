@@ -1,4 +1,4 @@
-"""The variables of two ranks in one table: do they agree, and nothing of the user's classes runs for it."""
+"""The variables of two ranks in one table: whether they agree, without running code of the user's classes."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from .soon import assert_soon
 
 pytestmark = pytest.mark.timeout(120)
 
-LONG_S = 60.0  # nobody waits for so long, unless for a rank that does not answer
+LONG_S = 60.0  # only a rank that does not answer is waited for so long
 
 DEFINE = """
 import os, time
@@ -137,7 +137,7 @@ def defined(session: Session) -> Session:
 
 @pytest.fixture
 def run_beside(session: Session) -> Iterator[Callable[[int], None]]:
-    """A function that has a rank run a cell in another thread until the test ends; it returns when the cell runs."""
+    """A function that runs a cell on a rank, in a thread, until the test ends; it returns once the cell runs."""
     going, thread = threading.Event(), threading.Thread()
 
     class Eyes(CellObserver):
@@ -288,7 +288,7 @@ def test_preview_is_a_corner_with_statistics_and_no_more(defined: Session) -> No
 def test_preview_of(session: Session, code: str, rows: tuple[int, int], text: str, note: str) -> None:
     ran = session.run_cell(f"it = {code}", ranks=0)
     seen = session.preview("it")
-    session.run_cell("it", ranks=0)  # what was printed before has come then
+    session.run_cell("it", ranks=0)  # by then all earlier output has arrived
     assert ran.cell not in session.log.printed, "nothing is printed by it"
     assert (len(seen.rows), len(seen.columns) if seen.rows else 0) == rows
     assert (seen.text, seen.note) == (text, note)
@@ -413,7 +413,7 @@ def test_what_a_view_shows_many_times_counts_once(session: Session) -> None:
 
 
 def test_views_with_overlaps_count_each_number_once(session: Session) -> None:
-    """The oracle: how many different numbers such a view of different numbers shows."""
+    """The oracle: the number of distinct values in the same view of a tensor of distinct values."""
     session.run_cell("import numpy")
     flat, image = "torch.arange(400)", "torch.arange(400).reshape(20, 20)"
     views = [
@@ -485,7 +485,7 @@ def test_agreement_of(on: list[RankVariable | None], agreed: tuple[str, str]) ->
 
 def test_copies_of_one_part_that_are_not_like_most_are_named() -> None:
     def on(digests: str) -> dict[int, RankVariable]:
-        """Four ranks, two parts on the first axis, each twice; and so on."""
+        """One rank for each digest: the first half of the ranks has copies of shard 0, the second half of shard 1."""
         size = len(digests) // 2
         layouts = [Layout((2, size), ("S(0)", "R"), ("shard", "copy"), (n // size, n % size)) for n in range(2 * size)]
         return {rank: _row(digest * 2, layout=layouts[rank]) for rank, digest in enumerate(digests)}
@@ -502,7 +502,7 @@ def test_devices_of_one_kind_are_one_word() -> None:
     assert "2.15 GB on GPUs" in found.title
 
 
-# ---- a rank that is not to be believed
+# ---- a rank that is not trusted
 
 
 @pytest.fixture
@@ -624,7 +624,7 @@ def test_rank_that_begins_a_cell_meanwhile_is_not_waited_for(pair: tuple[Session
     began = time.monotonic()
     found = session.variables(limit_s=LONG_S)
     assert time.monotonic() - began < LONG_S / 2, "it was waited for"
-    assert_soon(lambda: bool(begun))  # it is known here before it has come there
+    assert_soon(lambda: bool(begun))  # the notebook knows the cell before the rank receives it
     assert found.silent[1] == f"busy: running cell {begun[0]}" and len(found) == 1
     bad.say(CellDone(1, begun[0], 0.1, True, False, b""))
     thread.join(20)

@@ -1,4 +1,4 @@
-"""Live views of a session: who is told of changes, and what a board shows."""
+"""Live views of a session: which changes call the callbacks, and what a board shows."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ WAITS = "while not pathlib.Path(path).exists(): pass"
 
 @pytest.fixture(scope="module")
 def session() -> Iterator[Session]:
-    """Two ranks here; a test leaves them idle."""
+    """Two ranks on this machine that the tests share; a test leaves them idle."""
     with Session.start(ranks=2, device="cpu") as started:
         started.run_cell(f"import os, pathlib, time\ndef wait_for(path):\n    {WAITS}")
         yield started
@@ -37,13 +37,13 @@ def session() -> Iterator[Session]:
 
 @pytest.fixture
 def own() -> Iterator[Session]:
-    """Two ranks for one test alone, which may lose them."""
+    """Two ranks for a single test, which may lose them."""
     with Session.start(ranks=2, device="cpu") as started:
         yield started
 
 
 class Told:
-    """A callback that counts, and keeps when it was called."""
+    """A callback that records the times of its calls."""
 
     def __init__(self) -> None:
         self.at: list[float] = []
@@ -54,7 +54,7 @@ class Told:
 
 @pytest.fixture
 def running(session: Session, tmp_path: Path) -> Iterator[Callable[[str], None]]:
-    """Runs a cell in the background; ``go`` in it is a file that is there when the test is over."""
+    """A function that runs a cell in the background; ``go`` in it is a path that exists once the test is over."""
     threads: list[threading.Thread] = []
 
     def run(code: str) -> None:
@@ -74,7 +74,7 @@ def views_threads() -> list[threading.Thread]:
 
 
 def board_where(session: Session, holds: Callable[[Board], bool], *, limit_s: float = 30.0) -> Board:
-    """The first board of which that holds."""
+    """The first board for which ``holds`` is true."""
     found: list[Board] = []
     there = threading.Event()
 
@@ -89,13 +89,13 @@ def board_where(session: Session, holds: Callable[[Board], bool], *, limit_s: fl
 
 
 def pass_rounds(session: Session, count: int) -> None:
-    """So many boards are made: who listens is told by the same thread, of what changed before each of them."""
+    """Wait for ``count`` boards. The same thread calls the listeners, for what changed before each board."""
     boards: list[Board] = []
     with session.watch(boards.append, every_s=0.1):
         assert_soon(lambda: len(boards) > count, limit_s=60)
 
 
-# ---- told of changes
+# ---- callbacks for changes
 
 
 def test_a_change_is_told_soon_and_nothing_is_told_of_an_idle_session(session: Session) -> None:
@@ -103,7 +103,7 @@ def test_a_change_is_told_soon_and_nothing_is_told_of_an_idle_session(session: S
     stop = session.on_change(told)
     session.run_cell("x = 1")
     assert_soon(lambda: bool(told.at))
-    pass_rounds(session, 2)  # its end on each rank may be told in another call than its beginning
+    pass_rounds(session, 2)  # its end on each rank may cause another call than its beginning
     count = len(told.at)
     pass_rounds(session, 10)
     assert len(told.at) == count <= 3
@@ -164,7 +164,7 @@ def test_a_callback_that_raises_is_told_of_once_and_called_no_more(session: Sess
 
 
 def test_a_callback_may_use_the_session(session: Session) -> None:
-    """No lock of the session is held: else the answer that it waits for would never be taken."""
+    """A callback runs without any lock of the session; otherwise the awaited answer would never be taken."""
     states: list[str] = []
 
     def look() -> None:
@@ -189,8 +189,8 @@ def test_who_listens_hears_the_end_and_the_thread_ends_with_the_session(cold_sta
     assert_soon(lambda: not views_threads())
     assert told.at and boards[-1].over.startswith("this session has ended: %distributed board ")
     assert watch.latest == boards[-1]
-    assert not any("was closed" in board.over for board in boards)  # it is no loss that was asked for
-    assert session.watch().latest is not None  # and no thread that nobody would end
+    assert not any("was closed" in board.over for board in boards)  # a requested stop is not a loss
+    assert session.watch().latest is not None  # and it starts no thread that would never end
     session.on_change(told)()
     assert_soon(lambda: not views_threads())
 
@@ -204,7 +204,7 @@ def test_a_callback_may_stop_the_session() -> None:
             stopped.set()
 
         session.on_change(stop)
-        with contextlib.suppress(DetrainError):  # it may be stopped in the cell
+        with contextlib.suppress(DetrainError):  # the stop may interrupt the cell
             session.run_cell("pass")
         assert stopped.wait(30)
         assert not session.is_alive
@@ -236,7 +236,7 @@ def test_a_cell_that_runs_is_shown_with_its_line(session: Session, running: Call
 
 
 def test_nothing_is_told_of_a_cell_that_goes_on(session: Session, running: Callable[[str], None]) -> None:
-    """The ranks are looked at meanwhile."""
+    """The ranks are located meanwhile, which is no change."""
     running("wait_for(go)")
     board_where(session, lambda board: all(rank.line for rank in board.ranks))
     told = Told()
@@ -263,11 +263,11 @@ def test_a_rank_that_waits_names_the_one_that_it_waits_for(
     (note,) = board.notes
     assert (note.kind, note.ranks) == ("waits", (0,))
     assert "rank 0 waits in all_reduce #" in note.text and "for rank 1, for" in note.text
-    assert len(told.at) >= 2  # the cell has begun; then it was seen that a rank waits
+    assert len(told.at) >= 2  # once as the cell began, once as a rank was found waiting
 
 
 def test_ranks_that_nobody_can_free_are_stuck(own: Session) -> None:
-    """Rank 1 has ended the cell: it cannot come."""
+    """Rank 1 has ended the cell, so it cannot join the collective."""
 
     def run() -> None:
         with pytest.raises(DetrainError):
@@ -320,7 +320,7 @@ def test_a_rank_that_was_replaced_when_asked_has_not_died(own: Session) -> None:
 
 
 class LateNode(FakeNode):
-    """Its connection can be made again, when ``is_there``."""
+    """A node that can be connected to again only when ``is_there``."""
 
     can_resume = True
     is_there = True
@@ -345,7 +345,7 @@ def test_a_node_whose_connection_breaks_is_shown_and_so_is_its_return() -> None:
         seen = len(told.at)
         assert seen
         nodes[1].is_there = True  # type: ignore[attr-defined]
-        assert_soon(lambda: len(told.at) > seen)  # nobody watches, so nothing but the link can say it
+        assert_soon(lambda: len(told.at) > seen)  # no board is watched, so only the link can report it
         board_where(session, lambda board: board.ranks[1].state == "idle" and not board.nodes[1].fault)
     finally:
         session.detach()
@@ -378,7 +378,7 @@ def test_states_are_words_that_views_know(own: Session) -> None:
     assert isinstance(watch.latest.ranks[0], RankView)
 
 
-# ---- what ranks use
+# ---- the resources that ranks use
 
 
 def test_what_ranks_use_is_measured_while_somebody_watches(session: Session, running: Callable[[str], None]) -> None:
@@ -399,9 +399,9 @@ def test_nothing_is_measured_when_the_last_watch_is_closed(session: Session, mon
     with session.watch(every_s=0.1), session.watch(every_s=0.5):
         assert_soon(lambda: len(came.at) > 8)
     assert_soon(lambda: not views_threads())
-    session.status()  # answered after the order that ends it
+    session.status()  # answered after the order that ends the measurements
     count = len(came.at)
-    session.run_cell("time.sleep(0.5)")  # nor behind that on the same way
+    session.run_cell("time.sleep(0.5)")  # nor does any follow on the same connection
     assert len(came.at) == count
 
 
@@ -418,7 +418,7 @@ def test_a_node_says_one_thing_a_second_for_all_its_ranks(session: Session, monk
 def test_steps_of_a_loop_are_counted(
     session: Session, running: Callable[[str], None], tmp_path: Path, how: str
 ) -> None:
-    """A Trainer logs on its main rank alone, and counts on all."""
+    """A Trainer logs on its main rank only, and counts steps on all ranks."""
     code = {
         "log_metrics": """
 import detrain_nb
@@ -483,7 +483,7 @@ def test_steps_that_come_no_more_are_none(session: Session, running: Callable[[s
 def test_the_others_do_not_wait_for_a_rank_that_does_not_answer(
     own: Session, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is shown as such, also in the looks that follow: they do not wait for it as long as the first."""
+    """The rank is shown as not responding. Later queries do not wait for it as long as the first one did."""
     own.push({"folder": str(tmp_path)})
     code = "import os\nwhile not os.path.exists(f'{folder}/1'): pass\nwhile not os.path.exists(f'{folder}/2'): pass\n"
     thread = threading.Thread(target=own.run_cell, args=(f"{code}while not os.path.exists(f'{{folder}}/3'): pass",))
@@ -509,7 +509,7 @@ def test_the_others_do_not_wait_for_a_rank_that_does_not_answer(
 
 
 class SlowPage(CellObserver):
-    """Takes about 2 MB of output a second, until it is told to go on."""
+    """Takes about 2 MB of output a second, until the test releases it."""
 
     def __init__(self) -> None:
         self.chars = 0
@@ -524,7 +524,7 @@ class SlowPage(CellObserver):
 def test_a_board_goes_on_beside_output_without_a_pause(
     own: Session, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """More than a page takes: what ranks say stands behind seconds of it, and behind more on a busy machine."""
+    """The output exceeds what the page takes: reports of ranks queue behind seconds of it, or more if busy."""
     monkeypatch.setattr(looks, "_LATE_S", 100.0)
     page, came, go = SlowPage(), Told(), tmp_path / "go"
     take = state_of(own).measurements.take
@@ -536,7 +536,7 @@ def test_a_board_goes_on_beside_output_without_a_pause(
     try:
         with own.watch(boards.append, every_s=0.5):
             thread.start()
-            assert_soon(lambda: page.chars > 2 << 20, limit_s=100)  # all that can stand in the way does
+            assert_soon(lambda: page.chars > 2 << 20, limit_s=100)  # by now everything that can delay the reports does
             count = len(came.at)
             assert_soon(lambda: len(came.at) >= count + 5, limit_s=100)
             is_full = lambda: all(rank.cpu_percent is not None and rank.rss_bytes for rank in boards[-1].ranks)  # noqa: E731

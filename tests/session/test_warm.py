@@ -1,4 +1,4 @@
-"""Warm starts: what stays between two sessions of one process, when it is used again, and when it must not be."""
+"""Warm starts: what is kept between two sessions of one process, when it is reused, and when it must not be."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from ..testbed.testbed import Testbed
 from .inside import link_of
 from .soon import assert_soon, each_below, interrupted
 
-_MOST_TAKEN_BYTES = 8 << 20  # of an agent that says more than it has to, with what the system holds
+_MOST_TAKEN_BYTES = 8 << 20  # from an agent that sends too much, including the system's buffers
 
 Processes = Callable[[], set[psutil.Process]]
 Start = Callable[..., Session]
@@ -52,13 +52,13 @@ def _start(**options: object) -> Session:
 
 
 def _warm_process(session: Session) -> psutil.Process:
-    """Above interpreter, worker and launcher."""
+    """The warm process: the ancestor of interpreter, worker and launcher."""
     pid = session.run_cell("import os\nos.getpid()", ranks=0).values[0]
     return psutil.Process(pid).parents()[2]
 
 
 def _session_stopped(**options: object) -> psutil.Process:
-    """The warm process that a session has left."""
+    """Run a session and return the warm process that it leaves."""
     with _start(**options) as session:
         return _warm_process(session)
 
@@ -137,7 +137,7 @@ def test_twenty_warm_starts_leave_no_descriptor_and_no_process_behind(processes:
     warm = _session_stopped(ranks=1)
     agent = warm.parent()
     assert agent is not None
-    before = {process: process.num_fds() for process in (warm, agent)}  # perhaps one of the last session's among them
+    before = {process: process.num_fds() for process in (warm, agent)}  # may include descriptors of the last session
     for _ in range(20):
         with _start(ranks=1) as session:
             session.run_cell("1")
@@ -174,7 +174,7 @@ def test_nothing_is_left_where_nothing_is_to_be_kept(how: str, processes: Proces
 
 
 def test_session_of_a_program_keeps_nothing_unless_it_is_asked_to(processes: Processes) -> None:
-    """In a process of its own: the tests' sessions are asked to."""
+    """The program runs in its own process, because the tests ask their sessions to keep processes."""
     code = """
 from detrain_nb import Session
 from detrain_nb.deploy.kept import seconds_kept
@@ -195,7 +195,7 @@ input()
 
 @pytest.mark.slow
 def test_agent_ends_by_itself_when_its_time_is_over(processes: Processes) -> None:
-    """Here as everywhere the other end may be stopped, or forget it."""
+    """The notebook may be suspended or may forget the agent, so the agent has to exit by itself."""
     session = _start(warm_s=0.5)
     agent = _warm_process(session).parent()
     link = link_of(session).node_links[0]
@@ -288,7 +288,7 @@ time.sleep(600)
 
 
 def _kill_the_parent(code: str, processes: Processes) -> None:
-    """A program that says the pid of the child it has forked is killed: that child is all that may be left."""
+    """Kill a program that prints the pid of its forked child; only that child may be left."""
     program = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     assert program.stdout is not None
     child = psutil.Process(int(program.stdout.readline()))
@@ -321,9 +321,9 @@ def test_interrupted_warm_start_leaves_nothing_but_what_is_kept(after_s: float, 
     _session_stopped(ranks=1)
     with interrupted(after_s) as begin:
         begin()
-        session = _start(ranks=1)  # held: what is removed with it is removed after the interrupt
+        session = _start(ranks=1)  # held, so that it is finalised only after the interrupt
         session.stop()
-    assert_soon(lambda: drop_kept() == 0 and not processes())  # a stop that was interrupted goes on meanwhile
+    assert_soon(lambda: drop_kept() == 0 and not processes())  # an interrupted stop continues meanwhile
 
 
 @pytest.mark.slow
@@ -362,7 +362,7 @@ def test_time_that_is_none_is_refused(warm_s: float) -> None:
         _start(warm_s=warm_s)
 
 
-# ---- what must not be used again
+# ---- what must not be reused
 
 
 def test_environment_of_the_notebook_is_that_of_a_cold_start(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -386,7 +386,7 @@ def test_variable_of_a_session_is_there_at_the_import() -> None:
 
 @pytest.mark.slow
 def test_what_a_process_inherits_is_that_of_a_cold_start() -> None:
-    """What the notebook's process has at the start, not what it had when torch was imported."""
+    """The rank gets the limit of the notebook's process at the start, not the one when torch was imported."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     warm = _session_stopped(ranks=1)
     try:
@@ -418,7 +418,7 @@ def test_ranks_have_the_umask_of_the_notebook_at_the_start_and_what_is_ours_stay
 
 @pytest.mark.slow
 def test_trait_that_cannot_be_changed_here_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What this process tells of itself is another; the process is not."""
+    """Only the description of this process is changed, not the process itself."""
     warm = _session_stopped(ranks=1)
     monkeypatch.setattr(kept, "read_starter", lambda: {**read_starter(), "cgroup": "another"})
     with _is_cold(warm, ranks=1):
@@ -448,7 +448,7 @@ def imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.slow
 def test_what_was_imported_and_has_changed_is_imported_anew(imported: Path) -> None:
-    """Which changes are seen: tests/node/test_imported.py."""
+    """tests/node/test_imported.py tests which changes are detected."""
     warm = _session_stopped(ranks=1)
     agent = warm.parent()
     assert agent is not None
@@ -461,7 +461,7 @@ def test_what_was_imported_and_has_changed_is_imported_anew(imported: Path) -> N
 
 @pytest.mark.parametrize("warm_s", [0.0, 60.0])
 def test_change_in_every_start_delays_none(warm_s: float, imported: Path) -> None:
-    """What was just imported is used, though the imports have changed it themselves: another try is no better."""
+    """The imports themselves change the library. The new process is used all the same: a retry would not help."""
     (imported / "sitecustomize.py").write_text(
         f"import library\nwith open({str(imported / 'library.py')!r}, 'a') as file:\n    file.write('# ')\n"
     )
@@ -474,7 +474,7 @@ def test_change_in_every_start_delays_none(warm_s: float, imported: Path) -> Non
 
 @pytest.mark.slow
 def test_shared_library_that_was_installed_anew_is_loaded_anew(imported: Path) -> None:
-    """Torch is mostly these. Its own are left alone: other tests start sessions meanwhile."""
+    """Torch consists mostly of shared libraries. The test leaves torch's own alone: other tests use them meanwhile."""
     extensions = Path(sysconfig.get_config_var("DESTSHARED"))
     library = shutil.copy(next(extensions.glob("_json*.so")), imported / "native")
     (imported / "sitecustomize.py").write_text(f"import ctypes\nctypes.CDLL({str(library)!r})\n")
@@ -513,9 +513,9 @@ _WHAT = {
 }
 
 
-# One process and no more: the system itself refuses the fork.
+# A cgroup limited to one process: the system itself refuses the fork.
 _JOIN_CGROUP = "os.register_at_fork(before=lambda: is_due() and print(0, file=open({procs!r}, 'w'), flush=True))"
-# Where no cgroup can be made nothing but the call itself is replaced.
+# Where no cgroup can be made, only the call of fork is replaced.
 _REFUSE_FORK = """
     fork = os.fork
     def refuse():
@@ -611,7 +611,7 @@ for _ in range(2):
 
 
 def test_variable_that_an_import_sets_is_there_in_every_session(imported: Path) -> None:
-    """The notebook's process does not have it: it imports from elsewhere."""
+    """The notebook's process does not have the variable, as it imports from other folders."""
     (imported / "sitecustomize.py").write_text("import os\nos.environ['FROM_IMPORT'] = '1'\n")
     look = "import os\nos.environ.get('FROM_IMPORT')"
     with _start(ranks=1) as session:
@@ -697,12 +697,12 @@ pid, stat(pid)[19]
 
 
 def _warm_processes(session: Session) -> dict[int, tuple[int, str]]:
-    """Number and time of the start of each rank's, where the rank is: hosts count their processes themselves."""
+    """PID and start time of each rank's warm process, as read on the rank's host: hosts number processes separately."""
     return session.run_cell(_ABOVE).values
 
 
 def _agents(testbed: Testbed) -> list[str]:
-    """The hosts on which something of ours runs, as often as it does."""
+    """The hosts of the running agents, one entry for each agent."""
     running = {host.name: testbed.processes(host.name).values() for host in testbed.hosts}
     return [name for name, lines in running.items() for line in lines if "detrain_nb.node.agent.agent" in line]
 
@@ -722,7 +722,7 @@ def test_hosts_keep_their_warm_processes_and_the_connection(start_on_hosts: Star
 
 @pytest.mark.thorough  # half a minute of waiting
 def test_host_that_hears_nothing_but_signs_of_life_keeps_its_warm_process(start_on_hosts: Start) -> None:
-    """For longer than a host waits for a notebook that has gone without a word."""
+    """The wait is longer than a host waits for a notebook that has vanished."""
     with start_on_hosts() as first:
         warm = _warm_processes(first)
     ended = threading.Event()
@@ -752,11 +752,11 @@ def test_node_that_is_described_otherwise_is_another(testbed: Testbed, start_on_
         assert second.run_cell("import os\nos.environ['SET']").values == {0: "1", 1: "1"}
 
 
-# ---- what an agent says that was kept
+# ---- messages of a kept agent
 
 
 class _Agent(LocalTransport):
-    """One that this test plays."""
+    """The transport to an agent that the test plays."""
 
     def wait_for_end(self, *, limit_s: float, is_ours: bool = True) -> None:
         pass
@@ -764,7 +764,7 @@ class _Agent(LocalTransport):
 
 @pytest.fixture
 def agent_side() -> Iterator[socket.socket]:
-    """The other end of the connection to an agent that is kept."""
+    """The agent's end of the connection to a kept agent."""
     ours, theirs = socket.socketpair()
     keep(_Agent(), ours, keep_s=600.0)
     theirs.settimeout(20)
@@ -915,7 +915,7 @@ def test_agent_is_not_dropped_where_the_wait_for_the_thread_that_begins_with_it_
 
 
 def test_agent_that_an_interrupted_start_was_about_to_take_is_hung_up_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Python takes a thread for ended when a join of it was interrupted: the rest of its work was not waited for."""
+    """Python treats a thread as ended once a join of it was interrupted; the rest of its work was not awaited."""
     wait, is_released = kept._KeptAgent._wait, threading.Event()
 
     def wait_and_linger(agent: kept._KeptAgent) -> bool:
