@@ -28,24 +28,24 @@ class Outcome:
     shown: list[tuple[str, Any]] = field(default_factory=list)
 
     def text(self, name: str = "stdout") -> str:
-        """The text of a stream as it stands at the end."""
+        """The final text of a stream."""
         return "".join(content for kind, content in self.shown if kind == name)
 
     @property
     def error(self) -> str:
-        """The traceback, or the line that stands for one."""
+        """The traceback, or the line on stderr that replaces one."""
         traces = ["\n".join(content["traceback"]) for kind, content in self.live if kind == "error"]
         return traces[0] if traces else self.text("stderr")
 
     def rich(self, mime: str = "text/plain") -> list[Any]:
-        """The rich outputs of one type as they stand at the end."""
+        """The final rich outputs of one MIME type."""
         return [data[mime] for kind, data in self.shown if kind == "rich" and mime in data]
 
 
 class Kernel:
     """One kernel; every wait has a deadline.
 
-    It talks over sockets in its folder: a port that is chosen for a kernel may be another process's when it starts.
+    It uses sockets in its folder: another process may take a chosen port before the kernel starts.
     """
 
     def __init__(self, folder: Path, env: dict[str, str]) -> None:
@@ -71,9 +71,9 @@ class Kernel:
     ) -> Outcome:
         """Run a cell to its end; press stop when ``interrupt_when`` appears in its output.
 
-        ``touch_when``: files, for which the cell waits, by a pattern of what comes: each is made at that.
+        ``touch_when`` maps patterns to files that the cell waits for: output that matches creates the file.
         """
-        message_id = self.client.execute(code, stop_on_error=False)  # else it may abort the next one as well
+        message_id = self.client.execute(code, stop_on_error=False)  # otherwise an error may abort the next cell too
         outcome, started, clear = Outcome(), time.monotonic(), False
         displays: dict[str, int] = {}
         while True:
@@ -137,7 +137,7 @@ def _show(shown: list[tuple[str, Any]], kind: str, content: dict[str, Any], disp
 
 @pytest.fixture(scope="session")
 def runtime_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Sessions of the tests live in a folder of their own, and none is left there."""
+    """A separate folder for the sessions of the tests; none may be left in it."""
     folder = tmp_path_factory.mktemp("run")
     folder.chmod(0o700)
     yield folder
@@ -146,7 +146,7 @@ def runtime_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.fixture(scope="module")
 def start_kernel(runtime_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """Call it with environment variables for a kernel with the extension loaded."""
+    """A function that starts a kernel with the given environment variables and loads the extension."""
     kernels: list[Kernel] = []
 
     def start(**env: str) -> Kernel:

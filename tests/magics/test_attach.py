@@ -1,4 +1,4 @@
-"""Notebooks that come back: after a restart or a kill of the kernel, from another kernel; who may have the ranks."""
+"""Notebooks that return after a restart or kill of the kernel, or in another kernel; which of them gets the ranks."""
 
 from __future__ import annotations
 
@@ -34,16 +34,16 @@ _KEPT_BY_ATTACH = (
 
 
 class Front:
-    """What a front end has of a kernel: all that came, cell by cell, also after a cell has ended."""
+    """A front end: keeps all output of a kernel by cell, including output after a cell has ended."""
 
     def __init__(self, kernel: Any) -> None:
         self.kernel = kernel
         self._texts: dict[str, list[str]] = defaultdict(list)
         self._idle: set[str] = set()
-        self._displays: dict[str, tuple[list[str], int]] = {}  # where what is redrawn stands
+        self._displays: dict[str, tuple[list[str], int]] = {}  # the position of each display
 
     def begin(self, code: str) -> str:
-        """Start a cell; returns what ``text`` and ``wait`` know it by."""
+        """Start a cell; returns its id."""
         return str(self.kernel.client.execute(code, stop_on_error=False))
 
     def run(self, code: str) -> str:
@@ -53,7 +53,7 @@ class Front:
         return self.text(cell)
 
     def text(self, cell: str) -> str:
-        """All text of a cell, of both streams and of its error, as it stands."""
+        """The current text of a cell, including both streams and its error."""
         return "".join(self._texts[cell])
 
     def wait(self, holds: Callable[[], Any], *, limit_s: float = _LIMIT_S) -> None:
@@ -63,7 +63,7 @@ class Front:
             self.read(limit_s=0.1)
 
     def read_the_rest(self) -> None:
-        """What a kernel that is gone has still sent."""
+        """Read the remaining messages of a kernel that has exited."""
         while self.read(limit_s=1.0):
             pass
 
@@ -104,7 +104,7 @@ class Front:
         self.read_the_rest()
 
     def restart(self, *, now: bool = False) -> str:
-        """Restart the kernel as a front end does; returns what is said when the extension is loaded again."""
+        """Restart the kernel as a front end does; returns what loading the extension prints."""
         self.kernel.manager.restart_kernel(now=now)
         self.read_the_rest()
         self.kernel.client.wait_for_ready(timeout=_LIMIT_S)
@@ -117,7 +117,7 @@ def _text_of(content: Any) -> str:
 
 
 def _numbers(text: str, rank: int) -> list[int]:
-    """The numbers that ``rank`` printed, one a line; not one that is half there."""
+    """The numbers that ``rank`` printed on complete lines."""
     found = re.findall(r"^\[([0-9,-]+)\] (\d{6})$", text, re.MULTILINE)
     return [int(number) for ranks, number in found if rank in _ranks(ranks)]
 
@@ -129,7 +129,7 @@ def _ranks(text: str) -> set[int]:
 
 @pytest.fixture
 def start_front(start_kernel: Any, runtime_folder: Path) -> Iterator[Any]:
-    """Call it with environment variables for a front end with a kernel; no session of the test is left after it."""
+    """A function that starts a front end with a kernel; no session of the test may be left afterwards."""
     before = set(runtime_folder.iterdir())
     fronts: list[Front] = []
 
@@ -153,10 +153,10 @@ def _eventually(holds: Callable[[], Any], *, limit_s: float = _LIMIT_S) -> None:
         time.sleep(0.02)
 
 
-# A restart comes as an interrupt first: on busy processors what follows may take longer than a notebook waits for it.
+# A restart starts with an interrupt; on busy processors the stop may take longer than a notebook waits by default.
 _PATIENT = "import detrain_nb\ndetrain_nb.current_session().settings.stop_gap_s = 5.0"
 
-# every line comes in two pieces: at most moments some rank has one that is not finished
+# every line is printed in two pieces: at most moments some rank has an unfinished line
 _COUNT = """import time
 x = rank * 10
 for i in range({count}):
@@ -191,7 +191,7 @@ def test_restarted_kernel_finds_the_cell_running_and_all_it_printed(start_front:
     shown = front.text(attach)
     assert shown.startswith(f"<Session '{name}': 2 ranks on cpu, running>\ncell ")
     assert "KeyboardInterrupt" in shown
-    time.sleep(3)  # what was sent to the front end right before a restart is shown again
+    time.sleep(3)  # output sent to the front end right before a restart would be shown again
     again = front.restart()
     assert _THERE.fullmatch(again.removesuffix(_KEPT_BY_ATTACH)) and again.endswith(_KEPT_BY_ATTACH), again
     assert front.run("%distributed attach") == f"<Session '{name}': 2 ranks on cpu, running>\n"
@@ -204,7 +204,7 @@ def test_restarted_kernel_finds_the_cell_running_and_all_it_printed(start_front:
 
 
 def test_killed_kernel_of_no_named_notebook_finds_its_session(start_front: Any) -> None:
-    """Where no front end says what the notebook is called, a kernel started again is known by its connection file."""
+    """Without a notebook name from the front end, a restarted kernel is recognised by its connection file."""
     front = start_front("")
     front.run("%%distributed -n 1\nx = 5")
     front.kill()
@@ -226,7 +226,7 @@ def test_killed_kernel_of_no_named_notebook_finds_its_session(start_front: Any) 
 def test_killed_kernel_loses_no_line_and_repeats_few(start_front: Any, count: int, pause: float, seen: int) -> None:
     front = start_front("/x/killed.ipynb")
     front.run("%distributed start -n 4 --no-init")
-    # Where it is killed in the middle, there was time enough to acknowledge the first thousand lines of every rank.
+    # If it is killed in the middle, the pause leaves time to acknowledge the first thousand lines of every rank.
     waits = "    if i == 999: time.sleep(4)\n" if pause and seen > 1 else ""
     counting = front.begin("%%distributed\n" + _COUNT.format(count=count, pause=pause) + waits + "\ntime.sleep(3600)")
     front.wait(lambda: front.text(counting).count("\n") >= seen)
@@ -237,7 +237,7 @@ def test_killed_kernel_loses_no_line_and_repeats_few(start_front: Any, count: in
     assert _THERE.fullmatch(front.restart(now=True))
     attach = front.begin("%distributed attach")
     last = [f"[{rank}] {count - 1:06d}\n" for rank in range(4)]
-    # Where the flood was over before the kernel was killed, nothing is new, which is said after the last line.
+    # If all output had arrived before the kernel was killed, a note after the last line says that nothing is new.
     front.wait(lambda: all(line in front.text(attach) for line in [*last, "its output appears here\n"]))
     shown = front.text(attach)
     perhaps, mark, new = shown.partition(_NEW)
@@ -266,7 +266,7 @@ def test_killed_kernel_loses_no_line_of_hosts_over_ssh(start_front: Any, testbed
     front, count = start_front("/x/hosts.ipynb", HOME=str(tmp_path)), 4000
     front.run(f"%distributed start --nodes {tmp_path}/nodes.json --device cpu --no-sync")
     try:
-        waits = "    if i == 999: time.sleep(4)\n"  # time enough to acknowledge the lines before
+        waits = "    if i == 999: time.sleep(4)\n"  # leaves time to acknowledge the earlier lines
         counting = front.begin("%%distributed\n" + _COUNT.format(count=count, pause=0.001) + waits + "time.sleep(3600)")
         front.wait(lambda: all(f"[h{rank}:{rank}] 001100\n" in front.text(counting) for rank in (0, 1)))
         front.kill()
@@ -294,7 +294,7 @@ def test_killed_kernel_loses_no_line_of_hosts_over_ssh(start_front: Any, testbed
 
 
 def _of_hosts(text: str) -> str:
-    """As it is on one machine: without the names of hosts before their ranks."""
+    """The text without host names in the labels, as on one machine."""
     return re.sub(r"^\[h\d:(\d)\]", r"[\1]", text, flags=re.MULTILINE)
 
 
@@ -313,7 +313,7 @@ def test_what_came_while_nobody_was_there_is_shown_with_values_errors_and_deaths
     os.kill(int(pids[5]), signal.SIGKILL)
     (tmp_path / "go").touch()
     _eventually((tmp_path / "end").exists)
-    time.sleep(1)  # the end of the cell comes to the agent, and the news of the one that was killed
+    time.sleep(1)  # the agent learns that the cell has ended and that a rank was killed
     front.restart(now=True)
     shown = front.run("%distributed attach")
     assert re.search(r"\[0\] on\n(.*\n)*\[0\] \[0\]\n", shown)
@@ -552,7 +552,7 @@ def test_stop_of_a_follower_only_stops_following(start_front: Any) -> None:
     assert "all ranks stopped" in front.run("%distributed interrupt")
 
 
-# ---- much
+# ---- large amounts of output
 
 
 @pytest.mark.thorough
@@ -582,6 +582,6 @@ def test_much_that_was_missed_is_shown_whole_and_does_not_fill_the_kernel(start_
 
 
 def _peak_bytes(pid: int) -> int:
-    """The most memory that a process has had."""
+    """The peak memory of a process."""
     [kilobytes] = re.findall(r"VmHWM:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())
     return int(kilobytes) << 10

@@ -1,4 +1,4 @@
-"""The board of a notebook: asked for by a line, or above the first long cell; a stop of the session settles it."""
+"""The board of a notebook, shown by a magic or above the first long cell; stopping the session settles it."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ ENDLESS = "%%distributed\nimport time\nprint('long')\nwhile True: time.sleep(0.1
 
 @pytest.fixture
 def own(start_kernel: Any) -> Any:
-    """A kernel with two ranks that a test may end."""
+    """A kernel with two ranks that a test may stop."""
     kernel = start_kernel()
     assert kernel.run("%distributed start -n 2").status == "ok"
     return kernel
 
 
 def settled_by(outcome: Any) -> dict[str, dict[str, Any]]:
-    """What stands in the place of which display since then."""
+    """The data of each display that the cell updated, by display id."""
     updates = [content for kind, content in outcome.live if kind == "update_display_data"]
     return {content["transient"]["display_id"]: content["data"] for content in updates}
 

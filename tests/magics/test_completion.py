@@ -1,4 +1,4 @@
-"""Tab on the line of a magic: options, and values where it is known what there may be. No kernel, no connection."""
+"""Tab on the line of a magic: options, and values where the candidates are known; without a kernel or connection."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ Host *
 
 @pytest.fixture
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A home with an ssh config, and a folder of a notebook below it, which is the current one."""
+    """A home with an SSH config and, in it, a notebook's folder, which is the current folder."""
     for name in ("run", "home/.ssh/more", "home/work/conf", "home/work/.hidden"):
         (tmp_path / name).mkdir(parents=True, mode=0o700)
     home = tmp_path / "home"
@@ -46,12 +46,12 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name in ("nodes.toml", "gpus.json", "my nodes.toml", "train.py", "conf/two.toml"):
         (home / "work" / name).touch()
     monkeypatch.chdir(home / "work")
-    monkeypatch.setattr("detrain_nb.magics.candidates._LIMIT_S", 10.0)  # the machine may do something else just now
+    monkeypatch.setattr("detrain_nb.magics.candidates._LIMIT_S", 10.0)  # the machine may be busy
     return home
 
 
 class _Tab:
-    """A kernel that has no completions of its own, ours in front of it."""
+    """The completions of the magics, in front of a kernel that has none itself."""
 
     def __init__(self) -> None:
         self.asked_notebook = 0
@@ -66,7 +66,7 @@ class _Tab:
         return {"matches": [], "cursor_start": cursor_pos, "cursor_end": cursor_pos}
 
     def __call__(self, code: str, *, after: str = "") -> list[str]:
-        """What ``code`` may become when its last word is completed; ``after`` is what stands behind the cursor."""
+        """The completions of the last word of ``code``; ``after`` is the text after the cursor."""
         reply = self._kernel.do_complete(code + after, len(code))
         assert reply["cursor_end"] == len(code)
         begun = code[reply["cursor_start"] :]
@@ -82,7 +82,7 @@ def tab(home: Path) -> _Tab:
 
 @pytest.fixture
 def tab_with_nodes(tab: _Tab) -> _Tab:
-    """The notebook holds a session on nodes left and right."""
+    """The notebook has a session on the nodes ``left`` and ``right``."""
     plan = Plan((NodePlan((0, 1), "cpu", "left"), NodePlan((2, 3), "cpu", "right")), "gloo")
     cells = [SimpleNamespace(cell=cell) for cell in (3, 7, 12)]
     tab.session = SimpleNamespace(ranks=SimpleNamespace(plan=plan), log=SimpleNamespace(cells=cells))
@@ -254,7 +254,7 @@ def test_file_that_keeps_us_waiting_is_not_waited_for(tab: _Tab, monkeypatch: py
     is_over, asked = threading.Event(), []
 
     def read_slowly(path: Path) -> list[str]:
-        """As on a disk of another machine, which has gone."""
+        """Block, as a network file system does whose server is lost."""
         asked.append(path)
         assert is_over.wait(60)
         return []
@@ -287,14 +287,14 @@ def test_thousands_of_hosts_are_read_in_time(home: Path, monkeypatch: pytest.Mon
     text = "".join(f"Host gpu{number}\n  HostName 10.0.0.1\n  User alice\n" for number in range(2000))
     (home / ".ssh/config").write_text(text)
     candidates = Candidates(lambda: None, None)
-    deadline = time.monotonic() + 20  # on a machine that does something else just now it takes some tries
+    deadline = time.monotonic() + 20  # a busy machine may need several tries
     while not (found := candidates.of("NODES", "gpu19")):
         assert time.monotonic() < deadline
     assert len(found) == 111
 
 
 class _Asked:
-    """The ranks of a session, which remember who was asked."""
+    """The ranks of a session; it records which ranks each query is for."""
 
     def __init__(self) -> None:
         self.were: list[object] = []

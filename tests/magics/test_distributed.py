@@ -1,4 +1,4 @@
-"""The magics in a real kernel: what a front end gets, and what it then shows."""
+"""The magics in a real kernel: what a front end receives, and what it then shows."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_identical_lines_and_values_stand_once_with_their_ranks(kernel: Any) -> 
 
 
 def wait_for(path: Path) -> str:
-    """What a cell waits with, on one line."""
+    """A line of code with which a cell waits for a file."""
     return f"while not __import__('os').path.exists({str(path)!r}): time.sleep(.05)\n"
 
 
@@ -101,7 +101,7 @@ def test_display_is_updated_and_cleared_as_in_any_cell(kernel: Any, tmp_path: Pa
 
 
 def test_images_have_the_size_that_they_were_displayed_in(kernel: Any) -> None:
-    """A figure for a screen with twice as many pixels was shown twice as large."""
+    """A figure for a high-resolution screen used to be shown twice as large."""
     png = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
     code = f"%%rank 0\nimport base64\nfrom IPython.display import Image, display\npng = base64.b64decode('{png}')\n"
     outcome = kernel.run(f"{code}display(Image(png, width=80))\nprint('between')\nImage(png, width=40, height=20)")
@@ -209,7 +209,7 @@ def test_log_is_of_the_last_cell_and_lists_all(kernel: Any) -> None:
 
 
 def test_errors_name_the_cell_by_its_prompt(kernel: Any) -> None:
-    message_id = kernel.client.execute("%%rank 0\n1 / 0", stop_on_error=False)  # else it may abort the next one as well
+    message_id = kernel.client.execute("%%rank 0\n1 / 0", stop_on_error=False)  # otherwise it may abort the next cell
     reply = kernel.reply_to(message_id)
     assert f"cell {reply['execution_count']}, line 2" in "\n".join(reply["traceback"])
 

@@ -1,4 +1,4 @@
-"""Where ranks are, asked while the kernel is busy with their cell: from a sub-shell, as JupyterLab opens one."""
+"""Where ranks are, queried while the kernel runs their cell: from a sub-shell, as JupyterLab opens one."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ else:
 
 @pytest.fixture
 def subshell(kernel: Any) -> Iterator[str]:
-    """The number of a sub-shell of the kernel."""
+    """The id of a sub-shell of the kernel."""
     created = _ask_control(kernel, "create_subshell_request", {})
     yield created["subshell_id"]
     _ask_control(kernel, "delete_subshell_request", created)

@@ -1,4 +1,4 @@
-"""%job and %%torchrun: their lines, what they show of a job, and real jobs of two ranks in a real kernel."""
+"""%job and %%torchrun: how lines are parsed, what is shown of a job, and real jobs of two ranks in a real kernel."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from ..testbed.testbed import Testbed
 
 pytestmark = pytest.mark.timeout(120)
 
-# ---- their lines
+# ---- lines of the magics
 
 
 @pytest.mark.parametrize(
@@ -115,15 +115,15 @@ def test_examples_of_the_help_are_lines_that_can_be_typed() -> None:
         elif prog == "%%torchrun":
             parse_torchrun_line(rest)
         else:
-            words = pipeline_parser().split_line(rest.partition(" -- ")[0])  # what is behind it, is somebody else's
+            words = pipeline_parser().split_line(rest.partition(" -- ")[0])  # after "--": another program's words
             pipeline_parser().parse_words(take_fields(words)[1])
 
 
-# ---- what is shown of one
+# ---- what is shown of a job
 
 
 class _Shown(Screen):
-    """What stands there."""
+    """A screen that keeps the items on it."""
 
     can_clear = True
 
@@ -158,7 +158,7 @@ _OVER = JobStatus("demo-1", "demo", "ended", exit_code=0)
 @settings(max_examples=50, deadline=None)
 @given(order=st.permutations(range(8)))
 def test_last_form_is_the_same_in_whatever_order_nodes_answer(order: list[int]) -> None:
-    """Of each source its lines come in their order, as they do."""
+    """The sources take turns in any order; the lines of one source keep their order."""
     view, screen = _view()
     sources = [("b", "1"), ("a", "0"), ("b", "setup"), ("a", "setup")]
     said: dict[tuple[str, str], int] = dict.fromkeys(sources, 0)
@@ -187,7 +187,7 @@ def test_lines_that_do_not_fit_are_counted_with_how_to_read_them() -> None:
 
 
 def test_node_that_says_it_has_the_rank_of_another_speaks_for_itself_alone() -> None:
-    """Ranks of an elastic job go from node to node; and a node can say what it likes."""
+    """Ranks of an elastic job move between nodes, and a node may send anything, including another's label."""
     view, screen = _view()
     view.take_piece("a", 0, b"from a\n")
     view.take_piece("b", 0, b"from b\n")
@@ -305,12 +305,12 @@ if rank == 1 and "fail" in sys.argv:
 
 @pytest.fixture(scope="module")
 def kernel(start_kernel: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """A kernel whose jobs are in a home of their own; it has no session."""
+    """A kernel without a session, whose jobs have their own state folders."""
     return start_kernel(**_folders_in(tmp_path_factory.mktemp("jobs")))
 
 
 def _folders_in(base: Path) -> dict[str, str]:
-    """Where jobs are, and what is known of them."""
+    """Make folders for jobs and their records below ``base``; returns the variables that name them."""
     names = {"XDG_STATE_HOME": "state", "XDG_CACHE_HOME": "cache", "DETRAIN_NB_RUNTIME_DIR": "run"}
     for name in names.values():
         (base / name).mkdir(mode=0o700)
@@ -354,7 +354,7 @@ def test_cell_runs_as_a_job_from_its_start_to_what_it_made(kernel: Any, tmp_path
 
 def test_large_folder_shows_how_far_it_is(kernel: Any, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("print(1)")
-    for number in range(3000):  # many take longer than one of that size
+    for number in range(3000):  # many files take longer than a large one
         (tmp_path / f"part{number}").write_bytes(os.urandom(5000))
     source = {"path": str(tmp_path), "entry": "train.py"}
     (tmp_path / "large.json").write_text(json.dumps({"name": "large", "source": source}))

@@ -1,4 +1,4 @@
-"""From an SDL of Akash to a cell, in a real kernel: pods run what it says, behind the ports that leases forward."""
+"""From an Akash SDL to a cell in a real kernel: pods run the SDL's commands, behind the ports that leases forward."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _ODD = "a \"b\" 'c' \\ \\\\ $HOME #d "
 
 
 def _services(public_key: str) -> dict[str, Any]:
-    """What an SDL of two nodes has, which wait for a session."""
+    """The services in the SDL of two nodes that wait for a session."""
     nodes = [{"host": f"node-{index}"} for index in range(2)]
     fields = {"name": "train", "image": "ghcr.io/you/train:1", "source": {"script_text": "print()"}, "nodes": nodes}
     spec = PipelineSpec.from_dict({**fields, "env": {"ODD": _ODD}})
@@ -36,7 +36,7 @@ def _services(public_key: str) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _lease(testbed: Testbed, folder: Path) -> Iterator[tuple[dict[str, Any], str]]:
-    """Two pods: what lease-status says of them, and a home whose user has their keys. The second comes first there."""
+    """Start two pods; yields their lease-status and a home with their keys. The status lists the second pod first."""
     pods = [Pod(testbed, host.name, folder) for host in testbed.hosts]
     services = _services(pods[0].public_key)
     with contextlib.ExitStack() as stack:
@@ -68,7 +68,7 @@ def _lease(testbed: Testbed, folder: Path) -> Iterator[tuple[dict[str, Any], str
 
 
 def _status_of(ways: dict[str, Any]) -> dict[str, Any]:
-    """What lease-status says of a lease that has these services."""
+    """The lease-status of a lease with these services."""
     return {"services": {name: {"available": 1, "total": 1} for name in ways}, "forwarded_ports": ways, "ips": None}
 
 
@@ -86,7 +86,7 @@ def test_lease_becomes_a_session(start_kernel: Any, make_testbed: MakeTestbed, t
         assert outcome.text() == f"[node-1:1] 3 {HOME} True False\n", outcome.error
         assert kernel.run("%distributed stop").status == "ok"
 
-        testbed.cut("h0", "h1")  # as two leases are, on two providers
+        testbed.cut("h0", "h1")  # like two leases on two providers
         for file, node in (("first.json", "node-0"), ("others.json", "node-1")):
             part = json.dumps(_status_of({node: lease["forwarded_ports"][node]}))
             assert kernel.run(f"open({file!r}, 'w').write({part!r})").status == "ok"

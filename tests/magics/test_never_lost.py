@@ -1,4 +1,4 @@
-"""Stop, hang and death as a notebook shows them: a real kernel, the stop button pressed by its manager."""
+"""How a notebook shows a stop, a hang and a dead rank: in a real kernel, whose manager presses the stop button."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ def _two_ranks(start_kernel: Any) -> Iterator[Any]:
 
 @pytest.fixture
 def kernel(start_kernel: Any) -> Iterator[Any]:
-    """A kernel of its own: these tests leave ranks that have lost their variables."""
+    """A kernel for one test: these tests leave ranks that have lost their variables."""
     with _two_ranks(start_kernel) as started:
         yield started
 
 
 @pytest.fixture(scope="module")
 def unharmed_kernel(start_kernel: Any) -> Iterator[Any]:
-    """One kernel for the tests after which all is as before."""
+    """A kernel shared by the tests that leave all ranks and variables intact."""
     with _two_ranks(start_kernel) as started:
         started.run("number = 1")
         yield started

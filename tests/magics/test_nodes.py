@@ -23,7 +23,7 @@ _OPTIONS = "-n 1 --no-sync --seed 7 --group-timeout 90 --env TOKEN=geheim"
 
 @pytest.fixture
 def kernel(start_kernel: Any, testbed: Testbed, tmp_path: Path, request: pytest.FixtureRequest) -> Any:
-    """A kernel whose ~/.ssh/config has the two hosts, and which has a nodes file for them; no session is left."""
+    """A kernel with a session on the two hosts, which are in ~/.ssh/config and a nodes file; no session is left."""
     (tmp_path / ".ssh").mkdir()
     (tmp_path / ".ssh" / "config").write_text(f"Include {testbed.inventory.ssh_config}\n")
     nodes = [{"name": "left", "host": "h0"}, {"name": "right", "host": "h1"}]
@@ -69,7 +69,7 @@ def test_status_shows_which_host_is_reached(kernel: Any, testbed: Testbed) -> No
 def test_tab_knows_the_nodes_and_the_hosts(kernel: Any) -> None:
     def tab(code: str) -> list[str]:
         found: list[str] = []
-        deadline = time.monotonic() + 20  # on a machine that does something else just now it takes some tries
+        deadline = time.monotonic() + 20  # a busy machine may need several tries
         while not found and time.monotonic() < deadline:
             found = kernel.client.complete(code, len(code), reply=True, timeout=20)["content"]["matches"]
         return found
@@ -101,7 +101,7 @@ def test_restart_after_attach_is_on_the_same_hosts_with_the_same_options(kernel:
 
 
 def test_cell_after_a_restart_is_on_the_hosts_again(kernel: Any) -> None:
-    """It ran on this machine, and the session on the hosts was lost."""
+    """The cell used to run on this machine instead, and the session on the hosts was lost."""
     kernel.manager.restart_kernel(now=False)
     kernel.client.wait_for_ready(timeout=60)
     kernel.run("%load_ext detrain_nb")

@@ -1,4 +1,4 @@
-"""Wrong lines: one line says what is wrong and what to do, in the words of the command that it was said to."""
+"""Wrong lines of magics: a one-line error says what is wrong and what to do, and names the command's options."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ _COMMANDS = (
         ("%%rank", "the following arguments are required: RANKS"),
         ("%push", "the following arguments are required: NAME[,NAME...]"),
         ("%broadcast x --from", "--from needs a value: --from RANK"),
-        # a value that cannot be
+        # an invalid value
         ("%distributed put ''", "argument FILE: a name must not be empty"),
         ("%distributed data check ''", "argument PATH: a name must not be empty"),
         ("%distributed start --name ''", "argument --name: a name must not be empty"),
@@ -111,7 +111,7 @@ _COMMANDS = (
         ("%%distributed --max-lines -1", "argument --max-lines: -1 is less than 0; 0 means no limit"),
         ("%%distributed --merge some", "--merge 'some': give one of same, all, rank0"),
         ("%broadcast x --from gpu1", "argument --from: 'gpu1' is not a whole number"),
-        # a word too many
+        # an extra word
         ("%distributed start gpu1,gpu2", "unexpected argument 'gpu1,gpu2': did you mean --nodes gpu1,gpu2?"),
         ("%distributed doctor gpu1", "unexpected argument 'gpu1': did you mean --nodes gpu1?"),
         ("%distributed restart 1", "unexpected argument '1': did you mean -r 1?"),
@@ -180,7 +180,7 @@ def test_log_takes_ranks_as_the_others_do() -> None:
 
 @pytest.fixture
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A home with an ssh config and a nodes file, and a run directory; the current folder."""
+    """A home with an SSH config, a nodes file and a run directory; it is the current folder."""
     (tmp_path / ".ssh").mkdir()
     (tmp_path / ".ssh" / "config").write_text("Host gpu1 gpu2 gpu1.invalid\nHost *\n")
     (tmp_path / "nodes.toml").touch()
@@ -241,7 +241,7 @@ def test_session_with_a_typo_is_perhaps_another(holder: SessionHolder) -> None:
 
 @pytest.mark.parametrize("error", [StdinNotImplementedError("no frontend"), EOFError()])
 def test_no_passphrase_is_given_where_nobody_can_be_asked(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
-    """Then the error of the key says what can be done."""
+    """Without a passphrase, the error about the key says what the user can do."""
 
     def ask(prompt: str) -> str:
         raise error

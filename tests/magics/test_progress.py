@@ -1,4 +1,4 @@
-"""What is redrawn: the line about a copy that is under way, and what the ranks draw, a block for each of them."""
+"""Redrawn output: the progress line of a copy, and one block of lines for each rank that draws."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from detrain_nb.magics.transcript import Text
 
 from detrain_nb.text import CopyProgress
 
-# A copy of so many seconds as put and get tell it, in the real kernel; what it copies is made up.
+# A copy in {parts} steps that reports progress as put and get do, in the real kernel; nothing is really copied.
 _COPY = """
 import time
 commands = get_ipython().detrain_nb_magics[0]._commands._hosts
@@ -28,7 +28,7 @@ _LINE = re.compile(r"put \[(#*)(\.*)\] +(\d+) %, ([\d.]+ [MG]B) of ([\d.]+ [MG]B
 
 
 class _Drawn:
-    """The lines of a copy that is told at the seconds that one wants."""
+    """The progress lines of a copy that reports at chosen seconds."""
 
     def __init__(self) -> None:
         self.lines: list[str] = []
@@ -162,7 +162,7 @@ def test_widgets_of_a_rank_say_once_that_they_are_not_carried(kernel: Any) -> No
 
 
 def test_frames_that_go_up_again_leave_the_last_one(kernel: Any) -> None:
-    """What rich writes; it asks the environment whether it may, and for the size."""
+    """The output is that of rich, which reads from the environment whether it may redraw, and the size."""
     code = r"""%%distributed
 print(os.environ["TTY_COMPATIBLE"], os.environ["COLUMNS"], os.environ["LINES"])
 up, frame = "\r\x1b[2K\x1b[1A\x1b[2K", "loading {0}\n\x1b[32mtraining\x1b[0m {0}"

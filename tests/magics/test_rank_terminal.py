@@ -1,4 +1,4 @@
-"""What a rank draws: its rows as a terminal would have them, bounded, in time that is linear in what it sends."""
+"""What a rank draws: its rows as in a terminal, of bounded size, in time linear in the length of its output."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ UP, ERASE = "\x1b[A", "\x1b[2K"
 
 
 def drawn(*texts: str) -> list[str]:
-    """All lines of a stream that wrote these texts."""
+    """All final lines of a stream to which ``texts`` were written."""
     terminal = RankTerminal()
     fed = [terminal.feed(text, turn=turn) for turn, text in enumerate(texts)] + [terminal.end()]
     turns = [turn for each in fed for turn in each.turns]
@@ -153,7 +153,7 @@ def test_cursor_does_not_come_back_to_what_something_else_was_shown_below() -> N
 def test_what_was_written_below_a_bar_stands_above_what_is_displayed_next(
     written: str, final: list[str], block: list[str]
 ) -> None:
-    """A bar that goes on is drawn below that."""
+    """A bar that continues is drawn below the display."""
     terminal = RankTerminal()
     terminal.feed(written)
     assert (terminal.settle().final, terminal.block) == (final, block)
@@ -203,8 +203,8 @@ _PARTS = st.sampled_from(["a", "bc", "漢", "é", "\u0301", "x" * 1001, *_MOVES,
 
 
 @given(st.lists(_PARTS, max_size=30).map("".join), st.lists(st.integers(0, 400), max_size=8))
-@example("\n" * 30 + "\x1b[18A\n\x1b[9A", [])  # what is wiped makes the terminal no higher
-@example(f"\x1b[31m{'x' * 1000}{UP}a", [8])  # as many letters as can be drawn on, and their colour
+@example("\n" * 30 + "\x1b[18A\n\x1b[9A", [])  # wiped rows do not make the terminal higher
+@example(f"\x1b[31m{'x' * 1000}{UP}a", [8])  # the longest row that can be drawn on, in colour
 def test_pieces_make_no_difference(text: str, cuts: list[int]) -> None:
     data = text.encode()
 
@@ -239,7 +239,7 @@ def test_time_and_memory_are_linear_in_what_a_rank_sends(piece: str) -> None:
 
 
 _WIDE = "漢" * 499
-_MUCH = 250_000  # bytes of one message
+_MUCH = 250_000  # bytes in one message
 
 
 @pytest.mark.parametrize(
@@ -286,7 +286,7 @@ def test_small_message_takes_no_time_by_all_that_was_written_before(before: str,
 
 @pytest.mark.parametrize("piece", ["a\x1b[m", "a\x1b[9K", "a\x1b[1J", "a\x1b[K", "a\x1b[31m\x1b[m"])
 def test_sequence_without_effect_does_not_copy_its_row(piece: str) -> None:
-    """A letter outside of Latin makes each copy of the row four times as large."""
+    """A character such as an emoji makes each copy of the row four times as large."""
     terminal, cleaner = RankTerminal(), PieceCleaner()
     terminal.feed("😀" + "a" * 100_000)
     text = piece * (1_000_000 // len(piece))

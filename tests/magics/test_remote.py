@@ -1,4 +1,4 @@
-"""Hosts over SSH in a real kernel: what the magics about hosts and files show, and what they say of a wrong line."""
+"""Hosts over SSH in a real kernel: what the magics for hosts and files show, and their errors for wrong lines."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _BAR = re.compile(r"(put|get) \[([#.]{30})\] +(\d+) %, .+, \d+ files?")
 
 @pytest.fixture(scope="module")
 def idle(start_kernel: Any, testbed_of_two: Testbed, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """A kernel without a session, whose ~/.ssh/config has two hosts, and whose folder has a nodes file for them."""
+    """A kernel without a session, with two hosts in ~/.ssh/config and a nodes file for them in its folder."""
     home = tmp_path_factory.mktemp("home")
     (home / ".ssh").mkdir()
     (home / ".ssh" / "config").write_text(f"Include {testbed_of_two.inventory.ssh_config}\n")
@@ -35,7 +35,7 @@ def idle(start_kernel: Any, testbed_of_two: Testbed, tmp_path_factory: pytest.Te
 
 @pytest.fixture(scope="module")
 def kernel(idle: Any) -> Iterator[Any]:
-    """The same with a rank on each host, in a session that the tests share."""
+    """The kernel of ``idle`` with a rank on each host, in a session that the tests share."""
     started = idle.run("%distributed start --nodes nodes.json")
     assert started.status == "ok", started.error
     assert re.fullmatch(r"<Session 'remote-\S+': 2 ranks on [^>]*left, right[^>]*>\n", started.text()), started.text()
@@ -44,7 +44,7 @@ def kernel(idle: Any) -> Iterator[Any]:
 
 
 def _lines(outcome: Any) -> list[str]:
-    """What is shown at the end, line by line; nothing of a bar is left in it."""
+    """The final lines of a cell; checks that no part of a progress bar is left."""
     assert outcome.status == "ok", outcome.error
     text = "".join(
         content if isinstance(content, str) else content.get("text/plain", "") for _, content in outcome.shown
@@ -55,7 +55,7 @@ def _lines(outcome: Any) -> list[str]:
 
 
 def _assert_one_line(outcome: Any, words: str) -> None:
-    """A wrong line is answered with one, without any traceback."""
+    """Check that the error of a wrong line is a single line without a traceback."""
     line = outcome.error.strip()
     assert "\n" not in line, line
     assert re.search(words, line), line
@@ -118,7 +118,7 @@ def test_doctor_saves_how_fast_a_host_is(idle: Any) -> None:
     assert json.loads(idle.run("print(open('measured.json').read())").text())["nodes"][0]["relative_speed"] == 1.0
 
 
-# ---- with one
+# ---- with a session
 
 
 def test_notebook_s_folder_is_there(kernel: Any) -> None:
@@ -182,7 +182,7 @@ def test_files_go_there_and_come_back(kernel: Any, tmp_path: Path) -> None:
         (tmp_path / f"data/inner/{index}.bin").write_bytes(block)
     (tmp_path / "data/one.txt").write_text("1")
     quick = "from detrain_nb.magics import progress, screen\nprogress._PATIENCE_S, screen._REDRAW_S = 0.0, 0.001"
-    assert kernel.run(quick).status == "ok"  # on a quick machine all is copied before a second drawing
+    assert kernel.run(quick).status == "ok"  # a fast machine copies everything before the bar is redrawn
     there = kernel.run(f"%distributed put {tmp_path}/data --to copies")
     assert _lines(there) == ["left: 25 files, 25.2 MB", "right: 25 files, 25.2 MB"]
     _assert_bar("put", there)
@@ -202,7 +202,7 @@ def test_files_go_there_and_come_back(kernel: Any, tmp_path: Path) -> None:
 
 
 def _assert_bar(what: str, outcome: Any) -> None:
-    """One line that is drawn anew, does not go back, reaches 100 %, and is gone at the end."""
+    """Check that the bar is a single redrawn line that never goes back, reaches 100 % and is removed at the end."""
     drawn = [content for kind, content in outcome.live if kind.endswith("display_data")]
     texts = [content["data"].get("text/plain", "") for content in drawn]
     shares = [int(found[3]) for text in texts if (found := _BAR.fullmatch(text)) and found[1] == what]
@@ -215,7 +215,7 @@ def _assert_bar(what: str, outcome: Any) -> None:
 
 
 def test_shrink_leaves_the_ranks_of_the_hosts_that_are_left(kernel: Any, testbed_of_two: Testbed) -> None:
-    """The last: it takes a host away."""
+    """The last test of the module, as it takes a host away."""
     assert kernel.run("%%distributed\nkept = rank\nprint('of', rank)").status == "ok"
     cell = int(_lines(kernel.run("%distributed log --list"))[-1].split()[1].rstrip(":"))
     for pid, argv in testbed_of_two.processes("h1").items():

@@ -1,4 +1,4 @@
-"""``%distributed restart`` in a kernel that did not start the session: it starts as it was started."""
+"""``%distributed restart`` in a kernel that did not start the session keeps the options of its start."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _KEPT = {
 
 @pytest.fixture
 def kernel(start_kernel: Any, request: pytest.FixtureRequest) -> Any:
-    """A kernel of a notebook that finds its session again."""
+    """A kernel with a notebook name, so that it finds its session after a restart."""
     return start_kernel(DETRAIN_NB_NOTEBOOK=f"/x/{request.node.name}.ipynb")
 
 
@@ -37,7 +37,7 @@ def _start(kernel: Any, options: str = _FEW) -> None:
 
 
 def _renew(kernel: Any) -> str:
-    """Restart the kernel; returns what is said when the extension is loaded again."""
+    """Restart the kernel; returns what loading the extension prints."""
     kernel.manager.restart_kernel(now=False)
     kernel.client.wait_for_ready(timeout=60)
     said = str(kernel.run("%load_ext detrain_nb").text())
@@ -100,7 +100,7 @@ def test_values_of_variables_are_in_no_file(kernel: Any, runtime_folder: Path) -
 
 @pytest.mark.parametrize("line", ["%%distributed -n 2\nkept = 1", "%distributed start -n 2"])
 def test_notebook_whose_kernel_was_restarted_runs_again_from_its_first_line(kernel: Any, line: str) -> None:
-    """Restart and Run All: ranks begin anew, as the variables of the notebook do."""
+    """Restart and Run All: new ranks are started, just as the notebook's variables are recreated."""
     assert kernel.run(line).status == "ok"
     assert kernel.run("%%distributed\nkept = 1").status == "ok"
     said = _renew(kernel)
@@ -114,7 +114,7 @@ def test_notebook_whose_kernel_was_restarted_runs_again_from_its_first_line(kern
 
 @pytest.mark.parametrize("line", ["%distributed attach", "%%distributed -n 1\n1"])
 def test_notebook_that_was_renamed_finds_its_ranks_after_a_restart(kernel: Any, line: str) -> None:
-    """A front end gives its new name to the kernel that it restarts."""
+    """After a rename, a front end passes the new name to the kernel that it restarts."""
     assert kernel.run("%distributed start -n 1 --no-init").status == "ok"
     env = kernel.manager._launch_args["env"]
     before, env["DETRAIN_NB_NOTEBOOK"] = env["DETRAIN_NB_NOTEBOOK"], "/x/another.ipynb"
@@ -190,7 +190,7 @@ def test_ranks_that_ran_a_cell_when_the_kernel_was_restarted_are_not_ended_by_a_
 
 
 def test_ranks_of_a_kernel_that_died_are_not_ended_by_a_start(kernel: Any) -> None:
-    """Nor are those that were left at a restart, once somebody had come back to them."""
+    """A start also keeps ranks left by a kernel restart once a kernel has attached to them."""
     assert kernel.run("%distributed start -n 1 --no-init").status == "ok"
     _renew(kernel)
     assert kernel.run("%distributed attach").status == "ok"

@@ -1,4 +1,4 @@
-"""What ``%distributed status`` shows, on this machine and on several nodes; the numbers are made up."""
+"""What ``%distributed status`` shows for this machine and for several nodes; the numbers are made up."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _status(num_nodes: int, on_each: int, *, faults: dict[int, str] | None = Non
 
 
 class _Table(HTMLParser):
-    """The rows of a table as texts, and the tags that are open: none at the end."""
+    """The rows of an HTML table as texts, and the tags still open, of which none may remain."""
 
     def __init__(self, text: str) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What a notebook stores is the same at every run, however the ranks race."""
+"""A notebook stores the same output at every run, however the ranks race."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SESSIONS, TURNS = 2, 10
 
 @pytest.fixture
 def load() -> Iterator[None]:
-    """Other processes want every core: the order in which ranks get theirs changes from run to run."""
+    """Load every core with other processes, so that the order in which ranks run changes from run to run."""
     command = [sys.executable, "-c", "while True: sum(range(100_000))"]
     busy = [subprocess.Popen(command) for _ in range(2 * (os.cpu_count() or 1))]
     yield
@@ -63,7 +63,7 @@ def test_twenty_runs_under_load_store_the_same(
 
 
 def _stored_outputs(folder: Path) -> list[list[list[dict[str, Any]]]]:
-    """What one notebook, with the same cells again and again, has stored of each turn of them."""
+    """Run a notebook with the same cells several times over; returns the stored outputs of each turn."""
     sources = [*START, *CELLS * TURNS, "%distributed stop"]
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source) for source in sources])
     NotebookClient(
@@ -74,6 +74,6 @@ def _stored_outputs(folder: Path) -> list[list[list[dict[str, Any]]]]:
 
 
 def _without_numbers(turn: list[list[dict[str, Any]]]) -> list[list[dict[str, Any]]]:
-    """Without those of cells, which go on from turn to turn."""
+    """The outputs without cell numbers, which continue from turn to turn."""
     said = re.sub(r"(%distributed log --cell|  cell) \d+", r"\1 *", json.dumps(turn))
     return json.loads(said)  # type: ignore[no-any-return]

@@ -54,7 +54,7 @@ def test_merge_all_keeps_every_ranks_lines_and_rank0_only_the_first_ranks() -> N
 
 def test_lines_of_both_streams_stand_in_the_order_in_which_they_were_written() -> None:
     transcripts = {rank: Transcript(max_lines=0, max_chars=0) for rank in (0, 1)}
-    for transcript in transcripts.values():  # each stream's come in its own order
+    for transcript in transcripts.values():  # the lines of each stream arrive in order
         transcript.add_lines("stderr", ["warn", "again"], [1, 3])
         transcript.add_lines("stdout", ["a", "b", "c"], [0, 2, 4])
     transcripts[1].add_lines("stderr", ["last"], [5])
@@ -199,7 +199,7 @@ def test_values_that_are_identical_are_shown_once() -> None:
     ]
 
 
-# ---- what a rank can do by the million
+# ---- huge amounts of output
 
 
 @pytest.mark.parametrize("num_chars", range(1, 30))
@@ -227,7 +227,7 @@ def test_json_counts_by_what_it_takes_in_memory() -> None:
 
 
 def test_colours_of_a_text_end_with_it() -> None:
-    """What comes below, of another rank or of ours, would be drawn with them, or not at all."""
+    """Otherwise the text below, of another rank or the notebook, would be drawn in these colours or be hidden."""
     [item] = rich_items({1: {"text/plain": "\x1b[8mhidden"}}, is_merging=False)
     assert isinstance(item, Rich) and item.bundle["text/plain"] == "[1] \x1b[8mhidden\x1b[0m"
     [item] = rich_items({1: {"text/plain": "plain"}}, is_merging=False)
@@ -257,7 +257,7 @@ def test_lines_chosen_to_be_slow_to_merge_are_merged_by_their_place(second: list
 
 
 def _slow_to_merge(num_single: int) -> tuple[list[str], list[str]]:
-    """Lines of two ranks whose matches are found one by one, each by a look at many pairs of equal lines."""
+    """Lines of two ranks that match one by one; each match takes a comparison of many pairs of equal lines."""
     first = [line for i in range(num_single) for line in (f"same {i}", f"first {i}")] + ["z"] * 300
     second = [line for i in range(num_single) for line in (f"same {i}", f"second {i}")]
     return first, second + [line for i in range(300) for line in ("z", f"other {i}")]
@@ -286,7 +286,7 @@ def test_redraws_that_a_rank_asks_for_again_and_again_take_no_time_by_what_was_s
 
 
 def _standing(sent: list[dict[str, Any]]) -> str:
-    """What a front end shows once it has taken all of these messages."""
+    """The text that a front end shows after all of these messages."""
     texts: list[str] = []
     displays: dict[str, int] = {}
     for message in sent:
@@ -313,7 +313,7 @@ def _screen_into(sent: list[dict[str, Any]], *, code: str = "%%distributed") -> 
 def test_cell_that_is_cleared_all_the_time_is_put_together_anew_only_when_something_is_sent(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """It was put together at each clear: 30 times a second, and the notebook had no time for anything else."""
+    """The cell used to be rebuilt at each clear, 30 times a second, and the notebook had no time for anything else."""
     forms: list[object] = []
 
     def count(*args: Any, **options: Any) -> Any:
@@ -340,7 +340,7 @@ def test_cell_that_is_cleared_all_the_time_is_put_together_anew_only_when_someth
 
 
 def test_what_is_cleared_when_the_next_comes_stays_where_none_comes() -> None:
-    """The last frame of a loop that shows, then clears: as in any cell."""
+    """The last frame of a loop that displays and then clears with ``wait`` stays, as in any cell."""
     sent: list[dict[str, Any]] = []
     cell = LiveCell(_screen_into(sent), (0, 1), 1, RenderOptions())
     for step in range(3):
@@ -364,13 +364,13 @@ def test_pieces_for_which_there_is_no_room_are_no_blank_lines() -> None:
     for number in range(40):
         cell.output(0, "stdout", f"late {number}\n")
     cell.leave()
-    assert _standing(sent) == before  # the last form says already how to read the rest
+    assert _standing(sent) == before  # the final form already says how to read the rest
 
 
 def test_late_lines_without_room_are_told_once() -> None:
     sent: list[dict[str, Any]] = []
     cell = LiveCell(_screen_into(sent), (0,), 6, RenderOptions(max_lines=10))
-    cell.begin(7)  # another thread's cell was the sixth
+    cell.begin(7)  # another thread's cell took number 6
     cell.output(0, "stdout", "in time\n")
     cell.finish({})
     for number in range(40):
@@ -383,7 +383,7 @@ def test_late_lines_without_room_are_told_once() -> None:
 
 @pytest.mark.parametrize(("code", "is_kept"), [("%run setup.ipynb", True), ("%%distributed\n1", False), ("", True)])
 def test_what_the_cell_has_shown_before_is_not_cleared(code: str, is_kept: bool) -> None:
-    """A %%distributed may run within another cell: by %run, in a loop, by a helper."""
+    """A %%distributed may run within another cell: through %run, in a loop or in a helper function."""
     sent: list[dict[str, Any]] = []
     for number in range(2):
         cell = LiveCell(_screen_into(sent, code=code), (0, 1), number, RenderOptions())
@@ -395,7 +395,7 @@ def test_what_the_cell_has_shown_before_is_not_cleared(code: str, is_kept: bool)
 
 
 def test_large_cell_is_not_sent_again_and_again() -> None:
-    """One rank could have another's pictures sent twenty times a second."""
+    """One rank's clears could make the notebook resend another rank's images twenty times a second."""
     sent: list[dict[str, Any]] = []
     cell = LiveCell(_screen_into(sent), (0, 1), 1, RenderOptions())
     for _ in range(20):
@@ -440,7 +440,7 @@ def test_no_display_is_redrawn_without_the_label_of_its_rank(is_kept: bool, kind
     assert_soon(lambda: "lie" in _standing(sent))
     assert _standing(sent).removeprefix("[bad:1] x") in (
         "[bad:1] [good:0] lie",
-        "[bad:1]\n[good:0] lie",  # a front end shows the picture
+        "[bad:1]\n[good:0] lie",  # in a front end that shows the image
         "[bad:1]\n        [good:0] lie",
     )
 
@@ -467,7 +467,7 @@ def test_redraw_after_the_end_of_a_cell_is_shown() -> None:
 
 
 def test_displays_that_are_redrawn_all_the_time_are_sent_a_few_at_a_time_and_all_as_they_are_at_the_end() -> None:
-    """Thousands of redraws a second took the front end, or the terminal, all its time."""
+    """Thousands of redraws a second used to keep the front end, or the terminal, completely busy."""
     sent: list[dict[str, Any]] = []
     session = SimpleNamespace(send=lambda _, kind, content, **__: sent.append({"kind": kind, **content}))
     screen = KernelScreen(SimpleNamespace(get_parent=lambda _: {}, iopub_socket=None, session=session))
@@ -528,7 +528,7 @@ def test_displays_by_the_million_are_kept_up_to_a_number_and_a_size(capsys: pyte
 def test_displays_that_are_cleared_or_redrawn_are_not_kept(
     screen: Callable[..., Any], does: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A node, or an animation, displays and clears as long as it likes."""
+    """A node, or an animation, may display and clear without end."""
     session = SimpleNamespace(send=lambda *_, **__: None)
     kernel = SimpleNamespace(get_parent=lambda _: {}, iopub_socket=None, session=session)
     published = SimpleNamespace(display_pub=SimpleNamespace(publish=lambda **_: None))

@@ -11,7 +11,7 @@ from detrain_nb.magics.options import Settings
 _PID = "%%distributed -r 0\nimport os\nprint(os.getpid())"
 
 
-# Presses the stop button when the ranks are being ended.
+# Presses the stop button while the ranks are being stopped.
 _PRESS = """
 import os, signal, threading, time
 def press():
