@@ -1,4 +1,4 @@
-"""`detrain-nb`, run as a user runs it: a real kernel, and two real ranks where a cell needs them."""
+"""`detrain-nb`, run as by a user: a real kernel, and two real ranks where a cell needs them."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ from detrain_nb.cli.terminal import Terminal
 
 COMMAND = str(Path(sys.executable).with_name("detrain-nb"))
 LIMIT_S = 180.0
-pytestmark = pytest.mark.timeout(240)  # on a machine that has others to run
-# with the last, ipykernel lets through what a kernel writes at its end
+pytestmark = pytest.mark.timeout(240)  # the machine may be busy
+# with PYTEST_CURRENT_TEST set, ipykernel lets through what a kernel writes at its end
 NO_USERS = ("DETRAIN_NB_OUTPUT", "COLUMNS", "LINES", "PYTEST_CURRENT_TEST")
 
 
 @dataclass
 class Place:
-    """A folder for notebooks, and the processes of the commands that are run there."""
+    """A folder for notebooks, and the processes of the commands that run in it."""
 
     folder: Path
     env: dict[str, str]
 
     def write(self, *cells: str, name: str = "story.ipynb", **tags: str) -> Path:
-        """Write a notebook; ``tags`` gives the source of one more, tagged cell."""
+        """Write a notebook; each of ``tags`` adds a cell with that tag and the given source."""
         notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source) for source in cells])
         for tag, source in tags.items():
             notebook.cells.append(nbformat.v4.new_code_cell(source, metadata={"tags": [tag]}))
@@ -58,17 +58,17 @@ class Place:
         )
 
     def run(self, *arguments: str | Path) -> tuple[int, str, str]:
-        """The exit status, and what came to stdout and to stderr."""
+        """Run a command; returns its exit status, stdout and stderr."""
         with self.start(*arguments) as process:
             out, err = process.communicate(timeout=LIMIT_S)
         return process.returncode, out, err
 
     def processes(self) -> list[psutil.Process]:
-        """All that the commands started and what that started in turn, whoever its parent is: the environment tells."""
+        """All descendants of the commands, recognised by their environment, even if their parents have exited."""
         return [process for process in psutil.process_iter() if self._is_ours(process)]
 
     def names(self) -> set[str]:
-        """The names of those that go on."""
+        """The names of the processes that still run."""
         names = set()
         for process in self.processes():
             with contextlib.suppress(psutil.Error):
@@ -92,7 +92,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
     runtime, folder, kernel = base / "run", base / "notebooks", base / "jupyter/kernels/python3"
     runtime.mkdir(mode=0o700)
     folder.mkdir()
-    kernel.mkdir(parents=True)  # a kernel of that name which another environment left behind
+    kernel.mkdir(parents=True)  # a kernel spec with that name, left by another environment
     (kernel / "kernel.json").write_text(
         json.dumps({"argv": ["false"], "display_name": "elsewhere", "language": "python"})
     )
@@ -119,7 +119,7 @@ rank * 10
 """
 WHERE = "import os, sys\nprint(sys.prefix)\nprint(os.environ['DETRAIN_NB_NOTEBOOK'])\n%distributed list"
 PICTURE = 'from IPython.display import display\ndisplay({"image/png": "", "text/plain": "<a picture>"}, raw=True)'
-# Two views: one changes when it has been shown, and one has settled where no cell runs.
+# Two views: one changes after it was shown, the other settles while no cell runs.
 VIEWS = """
 import threading
 from detrain_nb import widgets
@@ -135,7 +135,7 @@ SUMMARY = "is_over.set()\nprint('accuracy 0.9')\n6 * 7"
 
 @dataclass
 class Story:
-    """What a run of the notebook printed, and what it stored."""
+    """What one run of the notebook printed and stored."""
 
     status: int
     out: str
@@ -143,13 +143,13 @@ class Story:
     stored: Any
 
     def cell(self, number: int) -> str:
-        """What was printed to stdout for a code cell."""
+        """The text printed to stdout for a code cell."""
         return re.split(r"^=== cell \d+ of \d+: .*\n", self.out, flags=re.MULTILINE)[number]
 
 
 @pytest.fixture(scope="module")
 def story(place: Place) -> Story:
-    """Run it; the cell of the ranks ends only when what they printed before has been read here."""
+    """Run the notebook; the cell of the ranks ends only once their earlier lines have been read here."""
     path = place.write("%load_ext detrain_nb", RANKS.strip(), WHERE, PICTURE, VIEWS.strip(), summary=SUMMARY)
     errors: list[str] = []
     with place.start("run", path) as process:
@@ -170,7 +170,7 @@ def story(place: Place) -> Story:
 
 @pytest.mark.parametrize("planted", ["link", "pipe"])
 def test_executed_notebook_replaces_what_stands_in_its_place(place: Place, planted: str) -> None:
-    """Others may have put it there, where a group can write the folder."""
+    """Another user may have put a file there if the folder is writable by a group."""
     executed, private = place.folder / "story.executed.ipynb", place.folder / "private"
     private.write_text("my only copy")
     if planted == "link":
@@ -213,7 +213,7 @@ def test_executed_notebook_has_no_mode_of_another_user_s(place: Place) -> None:
 def test_place_of_the_executed_notebook_that_is_another_user_s_is_told_before_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In a folder like /tmp nobody but its owner can replace a file."""
+    """In a folder like /tmp only the owner of a file can replace it."""
     nbformat.write(nbformat.v4.new_notebook(), tmp_path / "story.ipynb")
     (tmp_path / "story.executed.ipynb").write_text("theirs")
     tmp_path.chmod(0o1777)
@@ -226,7 +226,7 @@ def test_place_of_the_executed_notebook_that_is_another_user_s_is_told_before_th
 
 @pytest.mark.parametrize("is_shared", [False, True])
 def test_what_cells_say_is_at_no_port(place: Place, monkeypatch: pytest.MonkeyPatch, is_shared: bool) -> None:
-    """Other users of the machine could read it there; where they could exchange the folder of the sockets, too."""
+    """Other users of the machine could read output at a TCP port, or from sockets in a folder that they can replace."""
     with tempfile.TemporaryDirectory(dir="/tmp") as temporary:
         os.chmod(temporary, 0o777 if is_shared else 0o700)
         monkeypatch.setitem(place.env, "TMPDIR", temporary)
@@ -241,7 +241,7 @@ def test_what_cells_say_is_at_no_port(place: Place, monkeypatch: pytest.MonkeyPa
 def test_folder_that_ipython_makes_is_no_other_users_whatever_the_umask(
     place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The next kernel executes what is in there."""
+    """The next kernel executes files in that folder."""
     monkeypatch.setitem(place.env, "IPYTHONDIR", str(tmp_path / "ipython"))
     with place.start("run", place.write("1"), umask=0) as process:
         _, err = process.communicate(timeout=LIMIT_S)
@@ -250,9 +250,9 @@ def test_folder_that_ipython_makes_is_no_other_users_whatever_the_umask(
 
 
 def test_kernel_has_no_port_and_shows_what_its_children_print(place: Place) -> None:
-    """IPython's has one for them, and prints whatever others say there."""
+    """A plain ipykernel opens a port for its children, and prints whatever any process sends to it."""
     ports = "import psutil\n[each.laddr for each in psutil.Process().net_connections() if each.status == 'LISTEN']"
-    child = (  # the cell goes on when it was heard
+    child = (  # the cell continues once the line was read
         "import multiprocessing as mp, pathlib, time\nlimit = time.monotonic() + 60\n"
         "child = mp.get_context('fork').Process(target=print, args=('a child said',))\nchild.start()\nchild.join()\n"
         "while not pathlib.Path('heard').exists() and time.monotonic() < limit: time.sleep(0.01)\nchild.exitcode"
@@ -279,7 +279,7 @@ def test_every_code_cell_has_a_header_with_its_number_and_first_line(story: Stor
 
 
 def test_canonical_form_is_stored_but_not_printed_again(story: Story) -> None:
-    # what came last may have been merged before it was printed
+    # the last lines may have been merged before they were printed
     lines = [re.fullmatch(r"\[(0|1|0-1)\] (.*)", line) for line in story.cell(2).splitlines()]
     assert None not in lines
     said = {rank: sorted(line[2] for line in lines if line and rank in line[1]) for rank in "01"}
@@ -321,7 +321,7 @@ def test_end_names_the_executed_notebook_and_repeats_the_summary(story: Story, p
     assert story.out.endswith(f"accuracy 0.9\n42\n{end}")
 
 
-# ---- ends before the end
+# ---- runs that end early
 
 
 @pytest.mark.slow
@@ -408,7 +408,7 @@ def test_cell_that_takes_too_long_is_interrupted(place: Place) -> None:
         "run", place.write("import time\ntime.sleep(300)", name="slow.ipynb"), "--timeout", "3"
     )
     assert status == 1
-    assert err.count("KeyboardInterrupt") == 2  # the head and the last line of one traceback
+    assert err.count("KeyboardInterrupt") == 2  # in the first and the last line of one traceback
     assert err.endswith("detrain-nb: cell 1 of 1 did not end within 3 s\n")
     assert "slow.executed.ipynb" in out
 
@@ -472,7 +472,7 @@ def test_version_is_the_package_s(place: Place) -> None:
 
 
 def test_sessions_names_what_runs(cold_starts: None, place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    place.require_empty()  # a session of an earlier test has ended
+    place.require_empty()  # sessions of earlier tests have ended
     assert place.run("sessions") == (0, "no session is running on this machine\n", "")
     monkeypatch.setenv("DETRAIN_NB_RUNTIME_DIR", place.env["DETRAIN_NB_RUNTIME_DIR"])
     with Session.start(ranks=1, device="cpu", name="mine", init=False):
@@ -483,7 +483,7 @@ def test_sessions_names_what_runs(cold_starts: None, place: Place, monkeypatch: 
     assert found and found[1] == found[2], out
 
 
-# ---- what is drawn again
+# ---- redrawn output
 
 
 HANDLE = """
@@ -508,7 +508,7 @@ def test_redrawn_output_keeps_its_line_on_a_terminal(place: Place) -> None:
     with place.start("run", place.write(HANDLE.strip(), name="tty.ipynb"), stdout=theirs, stderr=theirs) as process:
         os.close(theirs)
         shown = b""
-        with contextlib.suppress(OSError):  # how Linux tells that the other end is closed
+        with contextlib.suppress(OSError):  # how Linux reports that the other end is closed
             while data := os.read(ours, 4096):
                 shown += data
     os.close(ours)

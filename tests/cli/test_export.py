@@ -1,4 +1,4 @@
-"""`detrain-nb export` and `import`: a script, or a spec, is printed or written, with what the command line sets."""
+"""`detrain-nb export` and `import` print or write a script or spec, with the options of the command line applied."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_help_names_the_options_of_every_format(capsys: pytest.CaptureFixture[st
     shown = capsys.readouterr().out
     slurm = shown.partition("\noptions of slurm:\n")[2].partition("\n\n")[0]
     assert "--time" in slurm and "--namespace" not in slurm
-    text = "".join(shown.split())  # lines are also broken at a hyphen
+    text = "".join(shown.split())  # the help also breaks lines at hyphens
     for name, words in OPTIONS.items():
         assert "".join(f"--{name.replace('_', '-')}{name.upper()}{words}".split()) in text
 

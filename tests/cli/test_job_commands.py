@@ -1,4 +1,4 @@
-"""`detrain-nb jobs`, `detrain-nb run SPEC`: real jobs of two ranks on this machine, in a home of their own."""
+"""`detrain-nb jobs`, `detrain-nb run SPEC`: real jobs of two ranks on this machine, with separate state folders."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from detrain_nb.cli.commands import main
 from detrain_nb.cli.job_commands import split_command
 from detrain_nb.jobs.record import Record
 
-LIMIT_S = 240.0  # on a machine that has others to run
+LIMIT_S = 240.0  # the machine may be busy
 SCRIPT = """
 import os, pathlib, sys
 from detrain_nb import job_spec
@@ -31,7 +31,7 @@ sys.exit(int(sys.argv[1]) if os.environ["RANK"] == "0" else 0)
 
 @pytest.fixture
 def spec(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The file of a spec, whose job exits with its argument."""
+    """The file of a spec whose job exits with its argument as the status."""
     for name, folder in (("XDG_STATE_HOME", "state"), ("XDG_CACHE_HOME", "cache"), ("DETRAIN_NB_RUNTIME_DIR", "run")):
         (tmp_path / folder).mkdir(mode=0o700)
         monkeypatch.setenv(name, str(tmp_path / folder))
@@ -95,13 +95,13 @@ def test_terminal_shows_how_far_a_large_folder_is_on_one_line(spec: Path, tmp_pa
         process = subprocess.Popen(argv, stdout=subprocess.DEVNULL, stderr=far, stdin=subprocess.DEVNULL, env=env)
         far.close()
         shown = b""
-        with contextlib.suppress(OSError):  # what a terminal says at its end
+        with contextlib.suppress(OSError):  # how Linux reports that the other end is closed
             while data := terminal.read(1 << 16):
                 shown += data
         assert process.wait(LIMIT_S) == 0, shown
     lines = [line.removeprefix("\x1b[K") for line in shown.decode().split("\r")]
     sent = [line for line in lines if line.startswith("send [")]
-    assert sent and "100 %, 40 MB of" in sent[-1], lines  # a quick disk has it sent between two looks
+    assert sent and "100 %, 40 MB of" in sent[-1], lines  # a fast disk may send all between two updates
     assert max(map(len, sent)) == 59
 
 
@@ -140,7 +140,7 @@ def test_terminal_draws_bars_of_a_job_while_they_move(spec: Path, tmp_path: Path
         process = subprocess.Popen(argv, stdout=far, stderr=subprocess.DEVNULL, stdin=subprocess.DEVNULL, env=env)
         far.close()
         shown = b""
-        with contextlib.suppress(OSError):  # what a terminal says at its end
+        with contextlib.suppress(OSError):  # how Linux reports that the other end is closed
             while data := terminal.read(1 << 16):
                 shown += data
                 if b"[0] bar of 0:  50%" in shown and b"[1] bar of 1:  50%" in shown:

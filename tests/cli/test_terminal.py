@@ -1,4 +1,4 @@
-"""What a cell shows, printed: colours where a terminal shows them, and lines that fit it."""
+"""Printed output of a cell: colours if the terminal shows them, and lines that fit its width."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_bar_that_is_too_long_keeps_its_colours_whole_and_ends_them(monkeypatch:
 
 
 def test_figure_of_a_rank_that_is_new_comes_with_its_label() -> None:
-    """Its text is that of another rank's, which was shown before: the label stood alone."""
+    """Its text equals that of another rank's figure shown earlier; the label used to be printed alone."""
     out = io.StringIO()
     terminal = Terminal(out, io.StringIO(), on_gone=lambda: None)
     figure = {"data": {"text/plain": "<Figure>", "image/png": ""}}
