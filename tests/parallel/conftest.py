@@ -1,4 +1,4 @@
-"""What the tests of this room share."""
+"""Fixtures shared by the tests in this folder."""
 
 from __future__ import annotations
 
@@ -7,5 +7,5 @@ import pytest
 
 @pytest.fixture
 def few_passes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Costs are measured in as few passes as can be, for tests that do not look at them."""
+    """Measure costs in as few passes as possible, for tests that do not check them."""
     monkeypatch.setattr("detrain_nb.parallel.costs.measuring._ENOUGH_S", 0.0)

@@ -1,4 +1,4 @@
-"""What the ranks of a test do: a deferred model laid out over a mesh, beside one that was made as usual."""
+"""Code that a test's ranks run: a deferred model laid out over a mesh, compared with one made as usual."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SEED = 11
 
 
 class Model(GPT):
-    """With values of its own, a buffer that is not saved, and one that is."""
+    """A GPT with an initializer of its own, a non-persistent buffer and a persistent one."""
 
     def __init__(self, *, layers: int = 2, is_tied: bool = True) -> None:
         super().__init__(layers=layers, is_tied=is_tied)
@@ -61,11 +61,12 @@ def make_family(family: str) -> nn.Module:
 def apart(
     axes: dict[str, int], *, other_seed: bool = False, family: str | None = None, **options: Any
 ) -> dict[str, Any]:
-    """Beside the same layout of a model that was made as usual: values that differ, buffers, and two losses.
+    """Lay out a deferred model and one made as usual; compare their values, buffers and two losses.
 
-    ``other_seed``: the ranks but the first have another one. ``family``: of transformers, in the place of `Model`.
+    ``other_seed``: every rank but the first has a different seed. ``family``: a model of transformers instead of
+    `Model`.
     """
-    layers = 4 if "schedule" in options else 2  # of stages of which a rank has two
+    layers = 4 if "schedule" in options else 2  # a rank has two of these stages
     build: Callable[[], nn.Module] = functools.partial(Model, layers=layers)
     if family is not None:
         build = functools.partial(make_family, family)
@@ -130,7 +131,7 @@ def lay_out(make: Callable[[], nn.Module], **axes: int) -> par.ParallelModel:
 
 
 class Wide(nn.Module):
-    """100 million parameters, in tensors of 4 million."""
+    """A model of 100 million parameters, in tensors of 4 million."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -144,9 +145,9 @@ class Wide(nn.Module):
 
 
 def peak_growth() -> tuple[int, int]:
-    """How many bytes more than before a rank has held, to make and shard `Wide`; and how many all of that has."""
+    """Make and shard `Wide`; return the growth of this rank's peak memory, and the bytes of the whole model."""
     mesh = mesh_of(dp_shard=4)
-    lay_out(Model, dp_shard=4)  # what is imported, and compiled, on the way
+    lay_out(Model, dp_shard=4)  # imports and compiles beforehand what would count as growth
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     torch.manual_seed(SEED)
     model = par.deferred(Wide)

@@ -1,4 +1,4 @@
-"""Small models of transformers, with inputs of every kind that they take; ranks import it too."""
+"""Small models of transformers, with every kind of input that they take; ranks import this module too."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def tokens(rows: int, length: int, below: int = 97) -> Tensor:
 
 
 def padding(rows: int, length: int) -> Tensor:
-    """The first row ends early."""
+    """Return an attention mask whose first row is padded in its second half."""
     mask = torch.ones(rows, length, dtype=torch.long)
     mask[0, length // 2 :] = 0
     return mask
@@ -93,7 +93,7 @@ def causal(rows: int, length: int) -> dict[str, Any]:
     return text(rows, length, position_ids=positions(rows, length), labels=ids, use_cache=False)
 
 
-# The model of so many layers, inputs by rows and length, what it ties, a cut that there must be.
+# Makes the model with a number of layers; makes inputs by rows and length; a tied parameter; a required cut.
 HfFamily = tuple[Callable[..., nn.Module], Callable[[int, int], dict[str, Any]], str | None, str]
 OF_TRANSFORMERS: dict[str, HfFamily] = {
     "GPT-2": (gpt2, causal, "transformer.wte.weight", "transformer.h.2"),
@@ -122,7 +122,7 @@ OF_TRANSFORMERS: dict[str, HfFamily] = {
 
 
 def largest_difference(model: nn.Module, whole: nn.Module) -> float:
-    """Of a gradient that ``model`` has, relative to the largest of all."""
+    """Return the largest difference of any gradient in ``model``, relative to the largest gradient value of all."""
     references = {name: parameter.grad for name, parameter in whole.named_parameters(remove_duplicate=False)}
     most = max(float(gradient.abs().max()) for gradient in references.values() if gradient is not None)
     pairs = [(parameter.grad, references[name]) for name, parameter in model.named_parameters()]
@@ -132,7 +132,7 @@ def largest_difference(model: nn.Module, whole: nn.Module) -> float:
 
 
 def train_on_ranks(family: str, *, schedule: str, num_stages: int) -> dict[str, Any]:
-    """A batch with padding and what else the family takes, through a pipeline over all ranks and the whole model."""
+    """Train on a batch with padding and the family's other inputs: a pipeline over all ranks, and the whole model."""
     import copy
 
     import transformers

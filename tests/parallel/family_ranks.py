@@ -1,4 +1,4 @@
-"""What the ranks of a test do: a model of any family laid out over a mesh, beside the whole one, through AdamW."""
+"""Code that a test's ranks run: models of any family laid out over a mesh, compared with whole ones through AdamW."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from detrain_nb.parallel.tensor.apply import plan_of
 
 
 class Translation(nn.Module):
-    """nn.Transformer between embeddings and a head; padding does not count on either side."""
+    """nn.Transformer between embeddings and a head; source padding is masked for the encoder and for the decoder."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ def _mlp() -> nn.Module:
     return nn.Sequential(*layers[:-1])
 
 
-# The model, and inputs by rows.
+# How to make the model, and its inputs for a number of rows.
 OF_TORCH: dict[str, tuple[Callable[[], nn.Module], Callable[[int], dict[str, Any]]]] = {
     "MLP": (_mlp, lambda rows: {"input": draw(rows, 16)}),
     "ResNet": (ResNet, lambda rows: {"x": draw(rows, 3, 32, 32)}),
@@ -69,7 +69,7 @@ FAMILIES = (*OF_TORCH, *OF_TRANSFORMERS)
 
 
 def make(family: str) -> tuple[nn.Module, Callable[[int], dict[str, Any]]]:
-    """The model, always with the same values, and what gives inputs of so many rows."""
+    """Return the model, always with the same values, and a function that makes inputs for a number of rows."""
     torch.manual_seed(0)
     if family in OF_TORCH:
         build, inputs = OF_TORCH[family]
@@ -87,12 +87,12 @@ def make(family: str) -> tuple[nn.Module, Callable[[int], dict[str, Any]]]:
 
     for module in model.modules():
         if isinstance(module, nn.modules.batchnorm._BatchNorm):
-            module.eval()  # statistics of a part of the batch are no part's of the whole batch's
+            module.eval()  # batch statistics of a replica's rows differ from those of the whole batch
     return model, inputs
 
 
 def mean_square(output: Any, weights: Tensor) -> Tensor:
-    """Of every number in its own way: a mean would leave many gradients next to nothing."""
+    """Weight every element differently: with a plain mean many gradients would be almost zero."""
     tensor = output if isinstance(output, Tensor) else output.logits
     scale = torch.linspace(-1, 1, tensor[0].numel()).view(tensor.shape[1:]).sin()
     each: Tensor = ((tensor * scale).flatten(1).sum(1) + tensor.square().flatten(1).mean(1)) * weights
@@ -100,9 +100,10 @@ def mean_square(output: Any, weights: Tensor) -> Tensor:
 
 
 def train(family: str, axes: dict[str, int], **options: Any) -> dict[str, float]:
-    """Two steps with clipping: the largest differences of the losses, outputs, gradients, their norm, parameters.
+    """Train two steps with clipping; return the largest differences from the whole model.
 
-    Each relative: to the largest of its tensor, or a hundredth of the largest of all.
+    The differences are those of losses, outputs, gradients, their norm and parameters. Each is relative to the largest
+    value of its tensor, or to a hundredth of the largest of all.
     """
     model, inputs = make(family)
     whole = copy.deepcopy(model)
@@ -134,10 +135,10 @@ def train(family: str, axes: dict[str, int], **options: Any) -> dict[str, float]
 
 
 def train_with_statistics(schedule: str) -> dict[str, float]:
-    """Three steps of a ResNet in training mode over two ranks, beside the whole model, microbatch by microbatch.
+    """Train a ResNet for three steps over two ranks, and the whole model one microbatch at a time.
 
-    How far losses, gradients, running statistics, and an evaluation with these are apart, each relative; and how many
-    batches a layer has counted.
+    Returns the relative differences of losses, gradients, running statistics and of an evaluation that uses them. Also
+    returns how many batches each BatchNorm has counted.
     """
     model, inputs = make("ResNet")
     model.train()
@@ -176,7 +177,7 @@ def train_with_statistics(schedule: str) -> dict[str, float]:
 
 
 def _statistics_apart(laid_out: par.ParallelModel, whole: nn.Module) -> tuple[float, float]:
-    """The largest relative difference of a buffer, and how many batches the layers here have counted, each as many."""
+    """Return the largest relative difference of a buffer, and the batch count that all BatchNorms here agree on."""
     references, most, counted = dict(whole.named_buffers()), 0.0, set()
     for module in laid_out.modules:
         for name, buffer in module.named_buffers():

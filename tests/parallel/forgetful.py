@@ -1,4 +1,4 @@
-"""Models that write while they run: into every kind of place that there is; ranks import it too."""
+"""Models whose forward writes state, into every kind of place that exists; ranks import this module too."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LAST: Tensor | None = None
 
 
 class Body(nn.Sequential):
-    """Layers one after the other, with another tensor added before."""
+    """Layers in sequence; ``go`` adds another tensor to their input."""
 
     def __init__(self) -> None:
         super().__init__(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8))
@@ -39,7 +39,7 @@ class Slots:
 
 
 class Containers(Body):
-    """Of all sorts, in each other, and in objects that are no modules."""
+    """Writes into all sorts of containers, nested in each other and in objects that are no modules."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ class Containers(Body):
 
 
 class Hooks(Body):
-    """Installed with the first call, with a mark that they are; what they see is kept outside of the model."""
+    """Installs hooks in its first call and notes that it has; the hooks write outside of the model."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -94,7 +94,7 @@ def table_of(size: int) -> Tensor:
 
 
 def remembered(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """As libraries wrap a cache."""
+    """Wrap a cached function, as libraries do."""
     cached = functools.lru_cache(maxsize=10)(function)
 
     @functools.wraps(function)
@@ -105,7 +105,10 @@ def remembered(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 class Caches(Body):
-    """Of functools, on methods, beside them, and in other functions; and of the code itself, in its file and class."""
+    """Fills caches: of functools, in globals of its file, and in attributes of its class.
+
+    The functools caches are those of methods, of static methods, of functions, and one inside another function.
+    """
 
     by_class: ClassVar[dict[int, Tensor]] = {}
     latest: Tensor | None = None
@@ -133,7 +136,7 @@ class Caches(Body):
 
 
 class Draws(Body):
-    """From every generator that there is."""
+    """Draws from every kind of random generator, and from a counter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -149,7 +152,7 @@ class Draws(Body):
 
 
 class Writes(Body):
-    """Into its own tensors, whatever they are."""
+    """Writes into its own tensors: buffers, plain attributes, parameters, and attributes and hooks of these."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -173,7 +176,7 @@ class Writes(Body):
 
 
 class Replaces(Body):
-    """What its tensors are in memory, beside their values."""
+    """Replaces the storage, shape and strides of its tensors, not only their values."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -193,12 +196,12 @@ class Replaces(Body):
             self[2].weight.grad.zero_()
         made = self.go(x)
         if self.mean.is_leaf:
-            self.mean.mul_(0.9).add_(made.mean(0))  # with its gradient
+            self.mean.mul_(0.9).add_(made.mean(0))  # with its gradient: `made` is not detached
         return made
 
 
 class Iterates(Body):
-    """Through what goes on with each pass."""
+    """Advances iterators of every kind with each pass."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -220,7 +223,7 @@ class Iterates(Body):
 
 
 class Weakly(Body):
-    """Into memory of other objects, and into what keeps nothing alive."""
+    """Writes through memoryviews, and into weak collections."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -241,7 +244,7 @@ class Weakly(Body):
 
 
 class Notes(Body):
-    """Where values decide."""
+    """Runs another model; its own branch depends on values."""
 
     def __init__(self, inner: Body) -> None:
         super().__init__()

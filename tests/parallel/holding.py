@@ -1,4 +1,4 @@
-"""Models that call layers by what is no module: an object, a function, a container."""
+"""Models that call their layers through something that is no module: an object, a function, a container."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Frozen:
 
 
 class Strict:
-    """Lets nobody set anything, once it is made."""
+    """An object that refuses new attributes once it is made."""
 
     def __init__(self, layer: nn.Module) -> None:
         self.__dict__["layer"] = layer
@@ -44,7 +44,7 @@ class Strict:
 
 
 class Unregistered(nn.Module):
-    """As a part of nothing: its layer is one of the model all the same."""
+    """A module that is no submodule of the model; its layer is registered in the model."""
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
@@ -128,7 +128,7 @@ HOLDERS: dict[str, Callable[[nn.Module], Call]] = {
 
 
 class Held(nn.Module):
-    """Between its first and its last layer it calls one by what holds it."""
+    """Calls its middle layer through an object that holds it."""
 
     def __init__(self, way: str) -> None:
         super().__init__()
@@ -153,7 +153,7 @@ def _twice(self: nn.Linear, x: Tensor) -> Tensor:
 
 
 class Hooked(nn.Sequential):
-    """Before a layer runs a hook calls another one, or reads its weight; or its forward is another function."""
+    """Before a layer runs, a hook calls another layer or reads its weight; or a layer's forward is replaced."""
 
     def __init__(self, way: str) -> None:
         super().__init__(*(nn.Linear(8, 8) for _ in range(4)))

@@ -1,4 +1,4 @@
-"""Models whose memory is counted: how each is made, what it is called with, its target and its loss."""
+"""Models for the memory tests: how to make each one, its inputs, its target and its loss."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def token_loss(logits: Any, targets: Tensor) -> Tensor:
 
 
 def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Queries or keys by their place in the sequence."""
+    """Rotate queries or keys by their position in the sequence."""
     a, b = x.float().chunk(2, -1)
     cos, sin = cos[:, None], sin[:, None]
     return torch.cat([a * cos - b * sin, a * sin + b * cos], -1).type_as(x)
@@ -52,7 +52,7 @@ class Llama3Block(nn.Module):
 
 
 class Llama3(nn.Module):
-    """Meta's, with its table of positions as a plain attribute, which stays on the CPU."""
+    """Meta's Llama 3; its table of positions is a plain attribute that stays on the CPU."""
 
     def __init__(
         self, width: int, layers: int, heads: int, kv_heads: int, hidden: int, *, length: int, vocabulary: int = 128256
@@ -82,7 +82,7 @@ class ResBlock(nn.Module):
 
 
 class ResNet(nn.Module):
-    """Images get smaller, and wider, between its two rows of blocks."""
+    """Two rows of blocks; the images get smaller and wider between them."""
 
     def __init__(self, width: int = 16) -> None:
         super().__init__()

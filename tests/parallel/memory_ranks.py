@@ -1,4 +1,4 @@
-"""What the ranks of a test do: training steps of a layout, of which the live tensor storages are counted."""
+"""Code that a test's ranks run: training steps of a layout, with the live tensor storages counted."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .meshes import mesh_of
 
 
 class LiveStorages(TorchDispatchMode):
-    """Counts, after each operator, the bytes of all storages that were made in it and are still there."""
+    """Counts, after each operator, the bytes of all storages that operators have made and that are still alive."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class LiveStorages(TorchDispatchMode):
 
 
 def peak_here(name: str, axes: dict[str, int], **options: Any) -> int:
-    """Of the second step, when the optimizer has its state."""
+    """Return the peak of live bytes in the second step, when the optimizer has its state."""
     mesh = mesh_of(**axes)
     model, example, target, loss = EXAMPLES[name]()
     with LiveStorages() as storages:
@@ -61,7 +61,7 @@ def peak_here(name: str, axes: dict[str, int], **options: Any) -> int:
             storages.add((*module.parameters(), *module.buffers()))
         del model
         for _ in range(2):
-            gc.collect()  # what refers to itself goes in its own time
+            gc.collect()  # free reference cycles, which otherwise go at an arbitrary time
             storages.most_bytes = 0
             laid_out.train_step(batch, targets)
             optimizer.step()

@@ -1,4 +1,4 @@
-"""Meshes of the ranks of a test, each made once: gloo looks after every group a hundred times a second, used or not."""
+"""Meshes for the ranks of a test, each made once: gloo polls every group a hundred times a second, used or not."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from detrain_nb import parallel as par
 
 
 def mesh_of(device_type: str = "cpu", **axes: int) -> DeviceMesh:
-    """Return the mesh of these axes; it is made once for each default process group.
+    """Return the mesh of these axes, made once for each default process group.
 
     Collective: all ranks.
     """

@@ -1,4 +1,4 @@
-"""What the ranks of a test do: a model laid out over a mesh beside the whole one, through AdamW and clipping."""
+"""Code that a test's ranks run: models laid out over a mesh, compared with whole ones through AdamW and clipping."""
 
 from __future__ import annotations
 
@@ -37,10 +37,11 @@ def train(
     optimizer: str | None = None,
     **options: Any,
 ) -> Any:
-    """Two steps; the largest differences of the losses, of any gradient (relative), of their norm, of a parameter.
+    """Train two steps; return the largest differences of losses, gradients (relative), their norm and parameters.
 
-    ``differs``: the ranks begin with other values than rank 0. ``optimizer``: AdamW's way on the mesh, "foreach" or
-    "fused"; else a loop, which begins soonest: torch works out anew for each list of DTensors how to cut it.
+    ``differs``: the other ranks start with other values than rank 0. ``optimizer``: the AdamW implementation on the
+    mesh, "foreach" or "fused". The default is the loop, which starts fastest: for each new list of DTensors torch has
+    to work out the sharding again.
     """
     mesh = mesh_of(**axes)
     model, loss = made(GPT(layers=layers, is_tied=is_tied)), TokenLoss()
@@ -62,7 +63,7 @@ def train(
     references = dict(whole.named_parameters(remove_duplicate=False))
     for step in range(2):
         x, y = tokens(8 * num_replicas, step), tokens(8 * num_replicas, step + 10)
-        y[0, :9] = y[5, 3:] = IGNORED  # not as many on each replica
+        y[0, :9] = y[5, 3:] = IGNORED  # replicas count different numbers of tokens
         mine = x.chunk(num_replicas)[me], y.chunk(num_replicas)[me]
         losses = laid_out.evaluate(*mine), laid_out.train_step(*mine)
         expected = loss(whole(x), y)
@@ -82,7 +83,7 @@ def train(
 def clip_and_step(
     laid_out: par.ParallelModel, whole: nn.Module, optimizers: list[torch.optim.Optimizer], *, limit: float
 ) -> float:
-    """Clip both and make a step of each; how far the norms were apart, relative."""
+    """Clip both models and step both optimizers; return the relative difference of the gradient norms."""
     norm = par.clip_grad_norm(laid_out, limit)
     expected = nn.utils.clip_grad_norm_(whole.parameters(), limit)
     for optimizer in optimizers:
@@ -92,9 +93,9 @@ def clip_and_step(
 
 
 def fit(axes: dict[str, int], folder: str, *, kind: str = "gpt", **options: Any) -> list[dict[str, Any]]:
-    """A Trainer of the model over the mesh, and one of the whole model: the numbers that each gives, by step.
+    """Run a Trainer over the mesh and one of the whole model; return the numbers that each reports, by step.
 
-    The whole model's last evaluation is made by hand.
+    The whole model's last evaluation is computed by hand.
     """
     mesh = mesh_of(**axes)
     model, loss = made({"gpt": GPT, "llama": Llama}[kind](layers=2, is_tied=True)), TokenLoss()
@@ -128,14 +129,14 @@ def fit(axes: dict[str, int], folder: str, *, kind: str = "gpt", **options: Any)
 
 
 def _texts(rows: int) -> TensorDataset:
-    """With targets of which some are ignored."""
+    """Return token rows in which some targets are ignored."""
     x, y = tokens(rows, rows), tokens(rows, rows + 1)
     y[0, :9] = y[rows // 2, 3:] = IGNORED
     return TensorDataset(x, y)
 
 
 def place_of(mesh: Any) -> tuple[int, int]:
-    """How many replicas there are, and which of them this rank belongs to."""
+    """Return the number of replicas, and the index of the one that this rank belongs to."""
     sizes = dict(zip(mesh.mesh_dim_names, mesh.shape))
     mine = dict(zip(mesh.mesh_dim_names, mesh.get_coordinate()))
     shards = sizes.get("dp_shard", 1)
@@ -143,7 +144,7 @@ def place_of(mesh: Any) -> tuple[int, int]:
 
 
 def bytes_here(axes: dict[str, int], **options: Any) -> tuple[int, int]:
-    """Of the parameters and of the optimizer's state, on this rank."""
+    """Return the bytes of the parameters and of the optimizer's state on this rank."""
     mesh = mesh_of(**axes)
     model = made(GPT(layers=4))
     laid_out = par.parallelize(model, mesh, example_inputs=tokens(2, 1), loss=TokenLoss(), device="cpu", **options)
@@ -156,7 +157,7 @@ def bytes_here(axes: dict[str, int], **options: Any) -> tuple[int, int]:
 
 
 def shapes_here(axes: dict[str, int]) -> dict[str, tuple[int, ...]]:
-    """Of all parameters of a model that is cut everywhere, by name, as this rank has them."""
+    """Return the local shapes of all parameters, by name, of a model whose layers are all cut."""
     mesh = mesh_of(**axes)
     model = made(Llama(layers=4))
     laid_out = par.parallelize(model, mesh, example_inputs=tokens(2, 1), loss=TokenLoss(), device="cpu")
@@ -191,7 +192,7 @@ def lay_out(model: nn.Module, axes: dict[str, int], **options: Any) -> par.Paral
 
 
 def lay_out_on_one(chosen: int) -> float | None:
-    """Only ``chosen`` has a part in the mesh, and calls parallelize: nobody else is waited for."""
+    """Lay out a model on ``chosen`` only: no other rank calls parallelize, and none is waited for."""
     meshes = [DeviceMesh("cpu", [rank], mesh_dim_names=("dp_shard",)) for rank in range(dist.get_world_size())]
     if dist.get_rank() != chosen:
         return None
@@ -200,7 +201,7 @@ def lay_out_on_one(chosen: int) -> float | None:
 
 
 def begin_apart(axes: dict[str, int]) -> float:
-    """Each rank has made other values: the largest difference from those of rank 0."""
+    """Lay out models whose initial values differ by rank; return the largest difference from rank 0's values."""
     torch.manual_seed(0)
     reference = dict(Small().named_parameters())
     torch.manual_seed(dist.get_rank())
@@ -209,7 +210,7 @@ def begin_apart(axes: dict[str, int]) -> float:
 
 
 def compute_in(precision: str | None, axes: dict[str, int]) -> tuple[list[str], float]:
-    """The dtypes that the last stage's layers see and give, and how far the loss is from float32's."""
+    """Return the dtypes of the last stage's outputs and parameters, and the difference of the loss from float32's."""
     model = made(Small())
     whole = copy.deepcopy(model)
     laid_out = lay_out(model, axes, precision=precision, num_microbatches=2)
@@ -228,7 +229,7 @@ def compute_in(precision: str | None, axes: dict[str, int]) -> tuple[list[str], 
 
 
 def evaluate_first(axes: dict[str, int]) -> tuple[float, float]:
-    """An optimizer that is made after an evaluation, and evaluations between: how far gradient norm and values are."""
+    """Make the optimizer after an evaluation and evaluate between steps; compare gradient norm and parameters."""
     model = made(Small())
     whole = copy.deepcopy(model)
     laid_out = lay_out(model, axes, reshard_after_forward=False)
@@ -253,7 +254,7 @@ def evaluate_first(axes: dict[str, int]) -> tuple[float, float]:
 
 
 class Choice(nn.Module):
-    """Which of its experts is used depends on the batch; one never is."""
+    """Uses one of its experts, depending on the batch; one expert is never used."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -275,7 +276,7 @@ class Branches(nn.Module):
 
 
 def shard_routed(way: str, *, has_norm: bool = False) -> list[str]:
-    """Which modules FSDP2 gathers by themselves. ``has_norm``: an expert has something that bf16 leaves in float32."""
+    """Return the modules that FSDP2 gathers separately. ``has_norm``: bf16 leaves a norm in one expert in float32."""
     model = made(Routed(way))
     if has_norm:
         model.experts[0][1] = nn.BatchNorm1d(8)  # type: ignore[index, operator]
@@ -284,7 +285,7 @@ def shard_routed(way: str, *, has_norm: bool = False) -> list[str]:
 
 
 class Graph(nn.Module):
-    """Each of its rows goes to its neighbours: no part of the batch stands alone."""
+    """Passes each row to its neighbours, so no part of the batch is independent of the rest."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -297,7 +298,7 @@ class Graph(nn.Module):
 
 
 def train_on_a_graph(axes: dict[str, int], **options: Any) -> float | None:
-    """The loss of one step, less that of the whole model."""
+    """Return the loss of one step minus that of the whole model."""
     model, batch = made(Graph()), (draw(4, 8), draw(4, 4, seed=3))
     expected = F.mse_loss(model(*batch), draw(4, 8, seed=2))
     loss = lay_out(model, axes, example_inputs=batch, **options).train_step(batch, draw(4, 8, seed=2))
@@ -305,7 +306,7 @@ def train_on_a_graph(axes: dict[str, int], **options: Any) -> float | None:
 
 
 class Repeated(nn.Module):
-    """A layer that runs three times, two that share a weight, and lists in lists."""
+    """A layer that runs three times, two layers that share a weight, and nested lists of layers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -324,7 +325,10 @@ class Repeated(nn.Module):
 
 
 def apart_from_whole(model: nn.Module, axes: dict[str, int], **options: Any) -> float:
-    """The largest relative difference of a gradient after two steps; each replica has its own kind of batch."""
+    """Return the largest relative difference of a gradient after two steps.
+
+    The first element of a batch, by which `Choice` selects its expert, differs by replica.
+    """
     made(model)
     whole = copy.deepcopy(model)
     laid_out = lay_out(model, axes, num_microbatches=2, **options)
@@ -351,7 +355,7 @@ def apart_from_whole(model: nn.Module, axes: dict[str, int], **options: Any) -> 
 
 
 def weigh_over_replicas(kind: str) -> tuple[float, float]:
-    """Losses made with functools.partial, and one of the user's own, where one replica counts nothing."""
+    """Train with losses made by functools.partial and with a custom one; in one replica no target counts."""
 
     def masked_mean(output: Tensor, target: Tensor) -> Tensor:
         kept = (target != 0).float()
@@ -380,7 +384,7 @@ def weigh_over_replicas(kind: str) -> tuple[float, float]:
 
 
 def normalize(precision: str | None) -> tuple[float, float]:
-    """Statistics of a BatchNorm after training on other batches: what this replica evaluates with, and its loss."""
+    """Train a BatchNorm on different batches per replica; return the running mean and the loss of an evaluation."""
     model = made(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 8)))
     laid_out = lay_out(model, {"dp_shard": 2}, precision=precision)
     laid_out.train_step(draw(8, 8, seed=dist.get_rank()), draw(8, 8, seed=5))
@@ -390,7 +394,7 @@ def normalize(precision: str | None) -> tuple[float, float]:
 
 
 class Codebook(nn.Module):
-    """Its averages are written in ways of which torch does not count all; one buffer is for inference alone."""
+    """Updates its averages in ways that torch does not all count as writes; one buffer is an inference tensor."""
 
     def __init__(self, way: str) -> None:
         super().__init__()
@@ -411,7 +415,7 @@ class Codebook(nn.Module):
 
 
 def average(way: str) -> list[float]:
-    """What this replica evaluates with after training on other batches."""
+    """Train replicas on different batches; return the averages that this one evaluates with."""
     model = made(Codebook(way))
     laid_out = lay_out(model, {"dp_replicate": 2})
     laid_out.train_step(draw(8, 8, seed=dist.get_rank()), draw(8, 8, seed=5))
@@ -420,13 +424,13 @@ def average(way: str) -> list[float]:
 
 
 def lay_over_axis(name: str, **options: Any) -> None:
-    """A mesh of torch's own making, with this axis alone."""
+    """Lay a model out over a mesh that torch has made, with this axis only."""
     mesh = torch.distributed.init_device_mesh("cpu", (2,), mesh_dim_names=(name,))
     par.parallelize(Small(), mesh, example_inputs=draw(2, 8), loss=F.mse_loss, device="cpu", **options)
 
 
 def save_statistics(folder: str) -> tuple[list[float], float]:
-    """Running means of a BatchNorm on replicas that train on other batches, before a save and after it."""
+    """Train replicas on different batches; return the running mean of a BatchNorm before a save and after it."""
     model = made(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 8)))
     laid_out = lay_out(model, {"dp_replicate": 2})
     laid_out.train_step(draw(8, 8, seed=dist.get_rank()), draw(8, 8, seed=5))
@@ -441,7 +445,7 @@ SEEN: list[tuple[str, bool]] = []
 
 
 class Looks(torch.autograd.Function):
-    """Notes whether autocast is on."""
+    """Records whether autocast is on in forward and backward."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor) -> Tensor:
@@ -469,7 +473,7 @@ def look_at_autocast(axes: dict[str, int], **options: Any) -> list[tuple[str, bo
 
 
 def choose_device(backends: str) -> str:
-    """What a mesh is of where the first rank has no GPU, and the second has one; as torch would say it of them."""
+    """Return the mesh's device type when the first rank has no GPU and the second one has."""
     from unittest import mock
 
     with (
@@ -480,7 +484,7 @@ def choose_device(backends: str) -> str:
 
 
 def stay_where_it_was() -> set[str]:
-    """Devices of the user's model when its stages were made on another one."""
+    """Return the devices of the user's model after its stages were made on the meta device."""
     model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 8))
     stages = par.PipelineStages(par.split(model, draw(2, 8), at=["2"]), loss=F.mse_loss, device="meta")
     assert all(each.is_meta for module in stages.modules for each in (*module.parameters(), *module.buffers()))

@@ -1,4 +1,4 @@
-"""Small models, each of a kind that is split in its own way."""
+"""Small models, each a different case for the splitter."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 
 class Block(nn.Module):
-    """One of GPT's: attention and an MLP, with a skip around each."""
+    """A block of GPT: attention and an MLP, with a skip connection around each."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -29,7 +29,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """A language model; ``is_tied``: its head is its embedding."""
+    """A GPT language model; ``is_tied``: the head shares the embedding's weight."""
 
     def __init__(self, *, vocabulary: int = 97, width: int = 32, layers: int = 4, is_tied: bool = False) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class GPT(nn.Module):
 
 
 class UNet(nn.Module):
-    """A skip from the first layer to the last but one: between them two tensors are alive."""
+    """A skip connection from the first layer to the last but one; two tensors are alive between them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ class UNet(nn.Module):
 
 
 class Masked(nn.Module):
-    """Every layer gets a mask beside what was computed."""
+    """Every layer uses a mask besides the previous layer's output."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -76,7 +76,7 @@ class Masked(nn.Module):
 
 
 class LooksAtValues(nn.Module):
-    """Which way it goes depends on the values."""
+    """Branches on tensor values."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -91,7 +91,7 @@ class LooksAtValues(nn.Module):
 
 
 class WithToken(nn.Module):
-    """Parameters of the model itself, used before its first layer and behind its last; one is never used."""
+    """Uses parameters of the model itself before its first layer and after its last; one parameter is unused."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -106,7 +106,7 @@ class WithToken(nn.Module):
 
 
 class Expert(nn.Module):
-    """Each token goes to one of two layers, by its value."""
+    """Routes each token to one of two layers, by its value."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -122,7 +122,7 @@ class Expert(nn.Module):
 
 
 class Experts(nn.Module):
-    """Blocks that look at values inside."""
+    """Blocks that branch on values inside."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -135,7 +135,7 @@ class Experts(nn.Module):
 
 
 class Routed(nn.Module):
-    """Its experts stand in the model itself, and one runs only where it has rows; ``way``: how it finds these."""
+    """Experts that belong to the model itself; one runs only if it has rows. ``way``: how the rows are found."""
 
     def __init__(self, way: str) -> None:
         super().__init__()
@@ -171,7 +171,7 @@ class Routed(nn.Module):
 
 
 class Writes(nn.Module):
-    """Writes into what a layer gave, and into what a block is given."""
+    """Writes in place into a layer's output, and a block writes into its own input."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -186,7 +186,7 @@ class Writes(nn.Module):
 
 
 class TwoNames(nn.Module):
-    """A layer that is registered twice, and one with statistics and no parameters."""
+    """A layer that is registered twice, and one with statistics but no parameters."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -199,7 +199,7 @@ class TwoNames(nn.Module):
 
 
 class Checkpointed(nn.Module):
-    """Blocks that run again in the backward pass; positions are made where a weight is."""
+    """Recomputes its blocks in the backward pass; makes positions on the device of a weight."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -215,7 +215,7 @@ class Checkpointed(nn.Module):
 
 
 class Skips(nn.Module):
-    """Its own code goes around each block; one block runs again in the backward pass, around one it adds in place."""
+    """Skip connections around the blocks in its own forward; one block is checkpointed, one skip is added in place."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -232,7 +232,7 @@ class Skips(nn.Module):
 
 
 class Noisy(nn.Module):
-    """Draws once, and uses it in each layer."""
+    """Draws noise once and uses it between several layers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -246,7 +246,7 @@ class Noisy(nn.Module):
 
 
 class Frozen(OrderedDict[str, float]):
-    """As the configurations of diffusers are: items are attributes too, and nobody sets them later."""
+    """A frozen configuration like those of diffusers: items are attributes too, and none can be set later."""
 
     def __init__(self, **items: float) -> None:
         super().__init__(items)
@@ -262,7 +262,7 @@ class Frozen(OrderedDict[str, float]):
 
 
 class Configured(nn.Sequential):
-    """Goes by a configuration that is frozen."""
+    """Reads a frozen configuration in its forward."""
 
     def __init__(self) -> None:
         super().__init__(nn.Linear(8, 8), nn.Linear(8, 8))
@@ -279,7 +279,7 @@ class Holder:
 
 
 class AroundNames(nn.Module):
-    """Calls its layers by an object that is no module."""
+    """Calls its layers through an object that is no module."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -293,7 +293,7 @@ class AroundNames(nn.Module):
 
 
 class ByFunctions(nn.Module):
-    """Calls its layers by functions that were made with it, one of which calls itself; a hook of a layer counts."""
+    """Calls its layers through closures, one of them recursive; the hook of a layer records its output."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -312,7 +312,7 @@ class ByFunctions(nn.Module):
 
 
 class InContainers(nn.Module):
-    """Calls its layers by lists and dicts of its own, and by a method that it keeps."""
+    """Calls its layers through its own lists and dicts, and through a bound method that it keeps."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -328,7 +328,7 @@ class InContainers(nn.Module):
 
 
 class GivesMask(nn.Module):
-    """Its first layer gives the inputs back beside what it computed; its second keeps aside what it makes of them."""
+    """The first layer returns its inputs besides its output; the second keeps its own outputs in a list."""
 
     class Embedding(nn.Module):
         def __init__(self) -> None:
@@ -361,7 +361,7 @@ class GivesMask(nn.Module):
 
 
 class WritesPart(nn.Module):
-    """Writes what its first layer gives into a part of a tensor, that is read behind its last."""
+    """Writes its first layer's output into a slice of a tensor that is read after the last layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -376,7 +376,7 @@ class WritesPart(nn.Module):
 
 
 class LooksAtMask(nn.Module):
-    """Its embedding and its blocks look at what comes in beside: ids that are too large, a mask that hides nothing."""
+    """Its embedding and its blocks check other inputs: ids that are too large, a mask that hides nothing."""
 
     class Block(nn.Module):
         def __init__(self) -> None:
@@ -407,7 +407,7 @@ class LooksAtMask(nn.Module):
 
 
 class LooksInLeaf(nn.Module):
-    """Layers without layers in them, that look at values, and change the width; one gives two tensors."""
+    """Layers without sublayers that check values and change the width; each returns two tensors."""
 
     class Layer(nn.Module):
         def __init__(self, width: int, wider: int) -> None:
@@ -433,7 +433,7 @@ class LooksInLeaf(nn.Module):
 
 
 class Rescales(nn.Module):
-    """Divides the weights of its blocks when it begins to evaluate, and multiplies them when it trains again."""
+    """Divides the weights of its blocks when evaluation starts, and multiplies them when training resumes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -452,7 +452,7 @@ class Rescales(nn.Module):
 
 
 class Recurrent(nn.Module):
-    """Layers that give their output turned in place, where the batch comes first."""
+    """A batch-first GRU: its output is a transposed view."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -466,7 +466,7 @@ class Recurrent(nn.Module):
 
 
 class ReadsInside(nn.Module):
-    """Its own code reads the weights of layers in lists and dicts, before and behind each cut."""
+    """Reads weights of layers in lists and dicts in its own forward, before and after each cut."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -484,7 +484,7 @@ class ReadsInside(nn.Module):
 
 
 class Counts(nn.Module):
-    """It counts its calls, and writes then into what a layer gave, as nobody may into what a stage gets."""
+    """Counts its calls, then writes into a layer's output; a stage must not write into its input."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -514,7 +514,7 @@ class Layer(nn.Module):
 
 
 class Collecting(nn.Module):
-    """Goes on from what one of its layers gave, which hooks have collected; the first call puts these there."""
+    """Continues from the output of one layer, collected by hooks; the first call installs the hooks."""
 
     def __init__(self, number: int) -> None:
         super().__init__()
@@ -537,7 +537,7 @@ class Collecting(nn.Module):
 
 
 class ReadsNext(nn.Module):
-    """A parameter of the last layer is used before the first: by a stage that ends where this layer begins."""
+    """Uses a parameter of the last layer before the first one, in a stage that ends where the last layer begins."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -549,7 +549,7 @@ class ReadsNext(nn.Module):
 
 
 class ReadsOfOthers(nn.Module):
-    """Its own code, and each block, reads what other blocks have beside parameters: buffers, tensors, by a property."""
+    """Its own forward and each block read buffers, plain tensors and a property of other blocks."""
 
     class Block(nn.Module):
         def __init__(self, first: ReadsOfOthers.Block | None) -> None:
@@ -585,7 +585,7 @@ class ReadsOfOthers(nn.Module):
 
 
 class WithSlots(nn.Module):
-    """Blocks keep what they need in slots."""
+    """Blocks that keep an attribute in ``__slots__``."""
 
     class Block(nn.Linear):
         __slots__ = ("factor",)
@@ -617,7 +617,7 @@ class _Acts(nn.Module):
 
 
 class BasesMethod(_Acts):
-    """A method of the class that it inherits from is kept as an attribute, beside its own of that name."""
+    """Keeps a bound method of its base class as an attribute, and overrides the method of that name."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -633,7 +633,7 @@ class BasesMethod(_Acts):
 
 
 class SharesByDict(nn.Module):
-    """A layer leaves in a dict what a later one reads, as Gemma 3n's do with keys and values."""
+    """One layer puts into a dict what later ones read, as Gemma 3n's layers do with keys and values."""
 
     class Layer(nn.Module):
         def __init__(self, *, leaves: bool) -> None:

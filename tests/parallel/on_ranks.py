@@ -1,4 +1,4 @@
-"""What the ranks of a test do: a model split over them beside the whole model on each, and how far they are apart."""
+"""Code that a test's ranks run: a model split over them, compared with the whole model on each rank."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def tokens(rows: int, seed: int) -> Tensor:
 
 
 class TokenLoss(nn.Module):
-    """Cross entropy of all tokens but the ignored ones."""
+    """Cross entropy of all tokens except the ignored ones."""
 
     ignore_index = IGNORED
 
@@ -51,7 +51,7 @@ class TokenLoss(nn.Module):
 
 
 def apart(stages: par.PipelineStages, whole: nn.Module) -> float:
-    """The largest difference of a gradient, relative to the largest of that gradient."""
+    """Return the largest difference of a gradient, relative to the largest value of that gradient."""
     references = dict(whole.named_parameters(remove_duplicate=False))
     most = 0.0
     for name, parameter in stages.named_parameters():
@@ -66,7 +66,7 @@ def gradients(stages: par.PipelineStages) -> list[Tensor]:
 
 
 def train_gpt(schedule: str, num_stages: int, *, is_tied: bool, reduction: str = "mean") -> dict[str, Any]:
-    """Steps, evaluations and predictions through one split, in turns; ignored targets, batches of several sizes."""
+    """Alternate training, evaluation and prediction with one split; some targets are ignored, batch sizes vary."""
     model, loss = made(GPT(layers=4, is_tied=is_tied)), TokenLoss(reduction)
     whole = copy.deepcopy(model)
     x, y = tokens(8, 1), tokens(8, 2)
@@ -96,7 +96,7 @@ def train_gpt(schedule: str, num_stages: int, *, is_tied: bool, reduction: str =
 
 
 def optimize_gpt() -> float:
-    """Three steps of AdamW on tied parameters; the largest difference of a parameter."""
+    """Train tied parameters for three steps of AdamW; return the largest difference of a parameter."""
     model, loss = made(GPT(layers=2, is_tied=True)), TokenLoss()
     whole = copy.deepcopy(model)
     stages = par.PipelineStages(par.split(model, tokens(2, 1), 2), loss=loss, device="cpu")
@@ -113,7 +113,7 @@ def optimize_gpt() -> float:
 
 
 def start_apart(rank: int) -> bool:
-    """Ranks with other random numbers: tied parameters have one value all the same."""
+    """Make stages on ranks with different random numbers; return whether the tied parameter equals rank 0's."""
     torch.manual_seed(rank)
     stages = par.PipelineStages(par.split(GPT(layers=1, is_tied=True), tokens(2, 1), 2), device="cpu")
     name = "wte.weight" if stages.is_first else "head.weight"
@@ -122,7 +122,7 @@ def start_apart(rank: int) -> bool:
 
 
 def stages_without(at: list[str] | None, frozen: str = "") -> list[str]:
-    """What is said on this rank of stages of two layers and two functions, of which one has no parameters."""
+    """Return the warnings on this rank for stages of two layers and two functions; one may have no parameters."""
     model = made(nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8), nn.Tanh()))
     for parameter in model.get_submodule(frozen).parameters() if frozen else ():
         parameter.requires_grad_(False)
@@ -134,7 +134,7 @@ def stages_without(at: list[str] | None, frozen: str = "") -> list[str]:
 
 
 def use_masks(rows: int) -> float:
-    """Keywords, and a tensor that is not of the batch, whatever its size is."""
+    """Train with keyword inputs and a tensor that is not part of the batch, whatever its size is."""
     model = made(Masked())
     whole = copy.deepcopy(model)
     example, batch = ({"x": draw(size, 8), "mask": torch.arange(8.0)} for size in (2, rows))
@@ -145,7 +145,7 @@ def use_masks(rows: int) -> float:
 
 
 def count_batches() -> tuple[Any, ...]:
-    """Of a BatchNorm on the second stage: what it counted, and how far its mean is from the same microbatches'."""
+    """Return the batch count of a BatchNorm on the second stage, and how far its mean is from the whole model's."""
     model = made(nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.BatchNorm1d(4), nn.Linear(4, 2)))
     whole = copy.deepcopy(model)
     stages = par.PipelineStages(
@@ -163,7 +163,7 @@ def count_batches() -> tuple[Any, ...]:
 
 
 def use_experts() -> float:
-    """A model that looks at values inside of its blocks, with more rows than the example."""
+    """Train a model whose blocks branch on values, with more rows than the example had."""
     model = made(Experts())
     whole = copy.deepcopy(model)
     stages = par.PipelineStages(
@@ -175,7 +175,7 @@ def use_experts() -> float:
 
 
 class CutToKeep(nn.Module):
-    """What lies between the stages depends on a number that is given, or, without one, on values."""
+    """The shape between the stages depends on an argument or, without it, on values."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -189,7 +189,7 @@ class CutToKeep(nn.Module):
 
 
 def keep_some() -> list[tuple[int, ...] | None]:
-    """Shapes of predictions, of batches that differ in a number alone."""
+    """Return the shapes of predictions for batches that differ only in a number."""
     model = CutToKeep()
     stages = par.PipelineStages(par.split(model, {"x": draw(2, 6, 8), "keep": 6}, 2), device="cpu")
     given = [stages.predict({"x": draw(4, 6, 8), "keep": keep}) for keep in (6, 3, 6)]
@@ -197,12 +197,12 @@ def keep_some() -> list[tuple[int, ...] | None]:
 
 
 def alone() -> torch.distributed.ProcessGroup:
-    """A group of this rank: an error of one leaves no other waiting."""
+    """Return a group of this rank alone, so that an error on one rank leaves no other waiting."""
     return torch.distributed.new_group([torch.distributed.get_rank()], use_local_synchronization=True)
 
 
 class KeepByValue(nn.Module):
-    """What it gives cannot be told without its values."""
+    """The shape of its output is unknown without its values."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -221,7 +221,7 @@ def look_at_large_values() -> None:
 
 
 def change_autocast() -> list[float]:
-    """How far predictions are from the whole model's, with autocast and without, in turns."""
+    """Return the differences of predictions from the whole model's, with and without autocast in turns."""
     model = made(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)))
     whole = copy.deepcopy(model)
     stages = par.PipelineStages(par.split(model, draw(2, 8), 2), device="cpu")
@@ -234,7 +234,7 @@ def change_autocast() -> list[float]:
 
 
 def weigh(kind: str) -> tuple[float, float]:
-    """Losses that count in their own ways: how far gradients and the loss are from the whole model's."""
+    """Train with losses that count elements differently; return the differences of gradients and of the loss."""
     weight = torch.arange(1.0, 98.0)
     losses = {
         "function": lambda: F.cross_entropy,
@@ -255,7 +255,7 @@ def weigh(kind: str) -> tuple[float, float]:
 
 
 def freeze_tied() -> float:
-    """AdamW leaves a frozen tied parameter alone: how much it was changed."""
+    """Return by how much AdamW has changed a frozen tied parameter: it must not."""
     model = made(GPT(layers=1, is_tied=True))
     model.wte.weight.requires_grad_(False)
     before = model.wte.weight.clone()
@@ -267,7 +267,7 @@ def freeze_tied() -> float:
 
 
 def keep_modes() -> bool:
-    """A layer that the user has put into evaluation is in it after an evaluation too, and no other is."""
+    """Return whether only the layer that the user set to evaluation mode is still in it after an evaluation."""
     model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 8), nn.BatchNorm1d(8))
     stages = par.PipelineStages(par.split(model, draw(2, 8), at=["2"]), loss=F.mse_loss, device="cpu")
     frozen = stages.modules[0][1 if stages.is_first else 3].eval()
@@ -280,7 +280,7 @@ def keep_modes() -> bool:
 
 
 def failing_loss(number: int) -> Callable[[Tensor, Tensor], Tensor]:
-    """A mean square that fails when it is called for the ``number``-th time, and never again."""
+    """Return a mean square error that raises in its ``number``-th call only."""
     calls = itertools.count(1)
 
     def loss(output: Tensor, target: Tensor) -> Tensor:
@@ -292,7 +292,7 @@ def failing_loss(number: int) -> Callable[[Tensor, Tensor], Tensor]:
 
 
 def fail_once() -> float:
-    """A loss that fails leaves gradients as they were, and the next step is a step as any other."""
+    """Let the loss of one step fail; return the difference of the gradients that the next step gives."""
     loss = failing_loss(3)
     model = made(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)))
     whole = copy.deepcopy(model)
@@ -308,15 +308,15 @@ def fail_once() -> float:
 
 
 def fail_on_the_last() -> par.PipelineStages:
-    """Two stages by 1F1B, whose loss fails on its second microbatch, while the first stage waits for its gradient."""
+    """Return two stages of 1F1B whose loss fails on the second microbatch, when the first stage awaits a gradient."""
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     return par.PipelineStages(par.split(model, draw(2, 8), 2), schedule="1F1B", loss=failing_loss(2), device="cpu")
 
 
 def wait_in_vain(schedule: str, num_stages: int, microbatch: int) -> str:
-    """What this rank is told where the loss fails for a microbatch, of a group whose messages may take 5 s.
+    """Return the error on this rank when the loss fails for a microbatch; the group's timeout is 5 s.
 
-    In less, a rank of a loaded machine has not come to its turn, and another message is the one that takes too long.
+    With a shorter timeout a rank of a loaded machine may not have had its turn, and a different message times out.
     """
     model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(num_stages)))
     group = torch.distributed.new_group(timeout=datetime.timedelta(seconds=5))
@@ -331,7 +331,7 @@ def wait_in_vain(schedule: str, num_stages: int, microbatch: int) -> str:
 
 
 class Keeps(nn.Module):
-    """A tensor, which is no buffer."""
+    """A model that keeps a tensor which is no buffer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -352,7 +352,10 @@ def send_fake() -> None:
 
 
 def use_caches() -> float:
-    """Of functions, over two stages: how far gradients are from the whole model's, which is as it was."""
+    """Train two stages, one with function caches; check that the model is untouched.
+
+    Returns the largest relative difference of a gradient from the whole model's.
+    """
     model = made(nn.Sequential(Caches(), nn.Linear(8, 8)))
     whole = copy.deepcopy(model)
     before = look_of(model)
@@ -364,7 +367,7 @@ def use_caches() -> float:
 
 
 class Turn(nn.Module):
-    """Gives a view that is not contiguous, and such a gradient back, or (kind "view") does nothing else."""
+    """Returns a non-contiguous view and such a gradient; kind "view" returns a view only."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -390,9 +393,10 @@ def turns(*kinds: str) -> nn.Module:
 def train_at_edges(
     model: nn.Module, schedule: str, *, num_frozen: int = 0, cuts: list[str] | None = None
 ) -> tuple[list[str], float]:
-    """Two batches through stages that are each a layer; the parameters with a gradient here, and how far they are.
+    """Train two batches through stages of one layer each; return the parameters here that have a gradient.
 
-    Against the whole model's gradients and outputs, at most. The first ``num_frozen`` layers are frozen.
+    Also returns the largest difference of gradients and outputs from the whole model's. The first ``num_frozen`` layers
+    are frozen.
     """
     model[:num_frozen].requires_grad_(False)
     whole, x = copy.deepcopy(model), draw(8, 8, 8)
@@ -418,7 +422,10 @@ def train_at_edges(
 
 
 def evaluate_at_dropout() -> float:
-    """How far the losses of evaluations, and gradients, are from the whole model's, of stages that change nothing."""
+    """Return the largest difference of evaluation losses and of gradients.
+
+    The second stage starts with dropout, which changes nothing in evaluation, or with an identity.
+    """
     found = [0.0]
     for first in (nn.Dropout(0.5), nn.Identity()):
         model = made(nn.Sequential(nn.Linear(8, 8), first, nn.Linear(8, 8)))
@@ -436,10 +443,10 @@ def evaluate_at_dropout() -> float:
 
 
 def drop() -> tuple[float, float, bool]:
-    """Dropout in both stages of a pipeline of this rank alone, against the whole model's on the same microbatches.
+    """Run dropout in both stages of a pipeline on this rank alone, and in the whole model on the same microbatches.
 
-    Differences of the loss and of any gradient, and whether another seed gives another loss. A schedule runs all
-    microbatches through the first stage first, so the whole model's are drawn in that order.
+    Returns the differences of the loss and of any gradient, and whether another seed gives another loss. The schedule
+    runs all microbatches through the first stage first, so the whole model runs in that order too.
     """
     model = made(nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.4), nn.Linear(8, 8), nn.Dropout(0.4), nn.Linear(8, 8)))
     whole = copy.deepcopy(model)
@@ -466,7 +473,7 @@ def drop() -> tuple[float, float, bool]:
 
 
 def end_in_any_batch(schedule: str) -> tuple[list[float], float]:
-    """How far losses, and gradients that are added up, are from the whole model's, of batches that become smaller."""
+    """Train on batches that get smaller; return the differences of the losses and of the accumulated gradients."""
     model, loss = made(GPT(layers=2)), TokenLoss()
     whole = copy.deepcopy(model)
     stages = par.PipelineStages(

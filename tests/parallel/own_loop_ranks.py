@@ -1,4 +1,4 @@
-"""What the ranks of a test do: two models that train each other in a loop of its own, and losses over whole batches."""
+"""Code that a test's ranks run: two models that train each other in a custom loop, and losses over whole batches."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def judge() -> nn.Module:
 
 
 def train_each_other(make: Call, judges: Call, parameters: tuple[Any, Any], rows: slice) -> None:
-    """Three steps, on ``rows`` of the batch."""
+    """Train three steps on ``rows`` of the batch."""
     makes, tells = (torch.optim.SGD(each, lr=0.1) for each in parameters)
     for step in range(3):
         real, noise = draw(8, 8, seed=step)[rows], draw(8, 4, seed=10 + step)[rows]
@@ -42,7 +42,7 @@ def train_each_other(make: Call, judges: Call, parameters: tuple[Any, Any], rows
 
 
 def apart_after_own_loop(axes: dict[str, int]) -> float:
-    """The largest difference of a parameter from those of whole models that have seen all rows."""
+    """Return the largest difference of a parameter from those of whole models trained on all rows."""
     mesh = mesh_of(**axes)
     models, wholes = (maker(), judge()), (maker(), judge())
     make, judges = (
@@ -66,7 +66,7 @@ def _full(tensor: Tensor) -> Tensor:
 
 
 def told_of(act: Callable[[], Any]) -> list[str]:
-    """The warnings of ours; torch's schedules have some of their own."""
+    """Return the warnings of this package; torch's schedules emit others."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         act()
@@ -86,7 +86,7 @@ def call_stages() -> None:
 
 
 def gathered(output: Tensor, target: Tensor) -> Tensor:
-    """Contrastive, over the rows of all replicas."""
+    """A contrastive loss over the rows of all replicas."""
     every = [torch.empty_like(output) for _ in range(dist.get_world_size())]
     dist.all_gather(every, output.detach())
     return F.cross_entropy(output @ torch.cat(every).T, dist.get_rank() * len(output) + torch.arange(len(output)))
@@ -106,7 +106,7 @@ LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 
 def train_with(loss: str, axes: dict[str, int], num_microbatches: int, rows: int = 8) -> list[str]:
-    """Two steps; what is told in each."""
+    """Evaluate and train one step; return the warnings of both."""
     x, target = draw(rows, 4), torch.arange(rows) % 8
     model = par.parallelize(
         maker(),
@@ -123,7 +123,7 @@ def train_with(loss: str, axes: dict[str, int], num_microbatches: int, rows: int
 
 
 class Critic(nn.Module):
-    """Blocks whose layers can be cut, and a number for each row."""
+    """Blocks whose layers can be cut, and one number for each row."""
 
     class Block(nn.Module):
         def __init__(self) -> None:
@@ -174,7 +174,7 @@ def penalty_apart(model: Call, x: Tensor) -> None:
 
 
 def penalty_alone(model: Call, x: Tensor) -> None:
-    """To all parameters but the last bias."""
+    """Add a gradient penalty that gives the last bias no gradient, after a backward pass of the output."""
     model(x).mean().backward()
     for _ in range(2):
         x = x.clone().requires_grad_()
@@ -196,7 +196,7 @@ def siamese(model: Call, x: Tensor) -> None:
 
 
 def accumulated(model: Call, x: Tensor) -> None:
-    model(2 * x)  # which nobody goes back from
+    model(2 * x)  # no backward pass follows this call
     for part in (x, x.flip(1), 0.5 * x):
         model(part).square().mean().backward()
 
@@ -231,13 +231,13 @@ LOOPS: dict[str, Callable[[Call, Tensor], None]] = {
 
 
 def apart_after_loop(loop: str, axes: dict[str, int], **options: Any) -> float:
-    """The largest difference of a gradient, relative to its largest, from the mean of those that each half has."""
+    """Return the largest relative difference of a gradient from the mean of both halves' gradients."""
     model, whole = made(Critic()), made(Critic())
     laid_out = par.parallelize(model, mesh_of(**axes), example_inputs=draw(2, 6, 16), device="cpu", **options)
     halves = draw(4, 6, 16).chunk(2)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        warnings.filterwarnings("ignore", "Grad strides")  # torch's own, of gradients of gradients
+        warnings.filterwarnings("ignore", "Grad strides")  # a warning of torch for second-order gradients
         for _ in range(2):
             LOOPS[loop](laid_out, torch.cat(halves) if "tp" in axes else halves[dist.get_rank()])
     for part in 2 * ([torch.cat(halves)] if "tp" in axes else halves):
@@ -250,7 +250,7 @@ def apart_after_loop(loop: str, axes: dict[str, int], **options: Any) -> float:
 
 
 def apart_after_thaw(frozen: str, axes: dict[str, int], *, is_called: bool) -> float:
-    """As ``apart_after_loop``; a part of the model is frozen when it is laid out, and trained later."""
+    """Like ``apart_after_loop``, with a part of the model frozen during parallelize and trained later."""
     model, whole = made(Critic()), made(Critic())
     for each in (model, whole):
         each.get_submodule(frozen).requires_grad_(False)
@@ -274,7 +274,7 @@ def apart_after_thaw(frozen: str, axes: dict[str, int], *, is_called: bool) -> f
 
 
 class Failing(Critic.Block):
-    """Fails in its backward pass when it is told to."""
+    """A block that fails in its backward pass while ``is_on``."""
 
     is_on = False
 
@@ -289,7 +289,7 @@ class Failing(Critic.Block):
 
 
 def apart_after_failed_pass(axes: dict[str, int], *, is_called: bool) -> float:
-    """As ``apart_after_loop``; a pass has failed before, and its gradients are gone."""
+    """Like ``apart_after_loop``, after a pass that has failed and whose gradients were cleared."""
     model, whole = Critic(), made(Critic())
     model.blocks[1] = failing = Failing()
     laid_out = par.parallelize(
@@ -319,7 +319,7 @@ def apart_after_failed_pass(axes: dict[str, int], *, is_called: bool) -> float:
 
 
 def call_with_hook(kind: str, axes: dict[str, int], *, is_called: bool) -> None:
-    """It is registered when the model is laid out."""
+    """Register a hook on a parameter after the model was laid out, then run a pass."""
     laid_out = par.parallelize(
         made(Critic()), mesh_of(**axes), example_inputs=draw(2, 6, 16), loss=F.mse_loss, device="cpu"
     )

@@ -1,6 +1,4 @@
-"""What the ranks of a test do: a training step whose operators are counted, and what lies in memory before its backward
-pass; blocks that are compiled.
-"""
+"""Code that a test's ranks run: a training step with counted operators and live bytes, and compiled blocks."""
 
 from __future__ import annotations
 
@@ -23,7 +21,7 @@ from detrain_nb import parallel as par
 
 
 class Watch(TorchDispatchMode):
-    """Counts what runs, and knows which memory that was made meanwhile is still there."""
+    """Counts the operators that run, and knows which memory that they made is still alive."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -45,7 +43,7 @@ class Watch(TorchDispatchMode):
 
 
 def step(axes: dict[str, int], activations: str) -> dict[str, int]:
-    """How often a batch runs matrix products and GELU of the four blocks, and bytes kept when the loss is there."""
+    """Count the matrix products and GELUs that four blocks run for a batch, and the bytes kept at the loss."""
     watch, loss = Watch(), TokenLoss()
 
     def watched(output: Tensor, target: Tensor) -> Tensor:
@@ -64,7 +62,7 @@ def step(axes: dict[str, int], activations: str) -> dict[str, int]:
 
 
 class Writing(nn.Module):
-    """Each of its blocks keeps statistics, counts and a list of what it has seen, and computes with them."""
+    """Its blocks keep statistics, counts and a list of past calls, and compute with them."""
 
     class Block(nn.Module):
         def __init__(self) -> None:
@@ -95,7 +93,7 @@ class Writing(nn.Module):
 
 
 def write(axes: dict[str, int], activations: str) -> float:
-    """How far parameters, buffers and counts are from those of the whole model, after two steps of each."""
+    """Return the differences of parameters, buffers and counts from the whole model's, after two steps of each."""
     model, whole = made(Writing()), made(Writing())
     count, data = 2 if "pp" in axes else 1, torch.randn(8, 8, generator=torch.Generator().manual_seed(1))
     laid_out = par.parallelize(
@@ -126,7 +124,7 @@ def full(tensor: Tensor) -> Tensor:
 
 
 def compile_blocks(axes: dict[str, int], *, compile: bool) -> tuple[dict[str, float], int, int]:
-    """How far training is from the whole model's; the frames that were compiled for it, and the graphs."""
+    """Return the differences from training the whole model, the number of compiled frames and that of graphs."""
     from torch._dynamo.utils import counters
 
     torch._dynamo.reset()

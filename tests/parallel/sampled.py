@@ -1,4 +1,4 @@
-"""Which of many cases are tried by `make test`; the others are slow."""
+"""Selects which of many cases `make test` runs; the others are slow."""
 
 from __future__ import annotations
 
@@ -11,5 +11,5 @@ __all__ = ["one_in"]
 
 
 def one_in(step: int, cases: Iterable[Any]) -> list[Any]:
-    """``cases`` of one value each, of which the first of every ``step`` is quick."""
+    """Return ``cases`` of one value each; all but the first of every ``step`` are marked slow."""
     return [pytest.param(case, marks=() if n % step == 0 else pytest.mark.slow) for n, case in enumerate(cases)]

@@ -1,4 +1,4 @@
-"""Models whose layers can be cut over ranks, each in its own way, with the inputs that they are called with."""
+"""Models whose layers can be cut over ranks, each in its own way, with their example inputs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def draw(*shape: int) -> Tensor:
 
 
 class Attention(nn.Module):
-    """With fewer heads for keys and values, as numbers in the module; ``has_norms``: of queries and keys, by head."""
+    """Grouped-query attention with its head counts as attributes; ``has_norms``: per-head norms of queries and keys."""
 
     def __init__(self, width: int, heads: int, kv_heads: int, *, has_norms: bool) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ class Attention(nn.Module):
 
 
 class FusedAttention(nn.Module):
-    """One layer makes queries, keys and values."""
+    """One layer computes queries, keys and values."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ class FusedAttention(nn.Module):
 
 
 class Gated(nn.Module):
-    """``is_fused``: gate and up are one layer."""
+    """A gated MLP; ``is_fused``: gate and up are one layer."""
 
     def __init__(self, width: int, *, is_fused: bool = False) -> None:
         super().__init__()
@@ -96,7 +96,7 @@ class LlamaBlock(nn.Module):
 
 
 class Llama(nn.Module):
-    """A language model of parts that can all be cut."""
+    """A language model whose parts can all be cut."""
 
     def __init__(
         self,
@@ -136,7 +136,10 @@ class Llama(nn.Module):
 
 
 class Recurrent(nn.Module):
-    """A recurrent layer, that stays whole, and two that do not; a parameter of the model itself, and of another."""
+    """An LSTM that stays whole, and two layers that can be cut.
+
+    The model also reads a parameter of its own and the weight of a layer.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -150,7 +153,7 @@ class Recurrent(nn.Module):
 
 
 class Mixture(nn.Module):
-    """Gated experts, stacked in two parameters, of which each token has two."""
+    """Gated experts stacked in two parameters; each token uses two of them."""
 
     def __init__(self, experts: int = 4, width: int = 8, hidden: int = 12) -> None:
         super().__init__()
@@ -183,7 +186,7 @@ def _heads(x: Tensor, width: int = 4) -> Tensor:
 
 
 class Biased(nn.Module):
-    """Attention, also to something else, with a bias for each head: its own table's, or that it is given, as in T5."""
+    """Self- or cross-attention with a bias for each head, from its own table or passed in, as in T5."""
 
     def __init__(self, *, has_table: bool, is_wide: bool = False) -> None:
         super().__init__()
@@ -206,7 +209,7 @@ class Biased(nn.Module):
 
 
 class BiasedModel(nn.Module):
-    """Three blocks: the first has the table that the others get their bias from; the last looks at the first input."""
+    """Three blocks: the first one's table gives the bias of the second; the last attends to the model's first input."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -224,7 +227,7 @@ class BiasedModel(nn.Module):
 
 
 class OneKey(nn.Module):
-    """Attention whose queries share one head of keys and values, as Gemma's; a layer beside it gets the same."""
+    """Attention whose queries share one head of keys and values, as in Gemma."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -238,14 +241,17 @@ class OneKey(nn.Module):
 
 
 class Numbers:
-    """The configuration that modules share."""
+    """A configuration that modules share."""
 
     def __init__(self) -> None:
         self.num_heads = 4
 
 
 class Latent(nn.Module):
-    """Keys come from a small layer, and in part from one that all heads share, as DeepSeek's; queries stand alone."""
+    """Latent attention, as in DeepSeek: keys come from a small layer, in part shared by all heads.
+
+    Queries come from a layer of their own.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -261,7 +267,7 @@ class Latent(nn.Module):
 
 
 class GroupedByNumbers(nn.Module):
-    """One layer for queries, and for keys and values, of which there are fewer; how many the configuration says."""
+    """One layer for queries and for fewer keys and values; the shared configuration has the number of heads."""
 
     def __init__(self, config: Numbers) -> None:
         super().__init__()
@@ -277,7 +283,7 @@ class GroupedByNumbers(nn.Module):
 
 
 class Beside(nn.Module):
-    """Attention and a gated layer get the same input, and their outputs are added up, as Falcon's; all of it twice."""
+    """Attention modules and an MLP get the same input and their outputs are added, as in Falcon; it all runs twice."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -294,7 +300,7 @@ class Beside(nn.Module):
 
 
 class ByTurns(nn.Module):
-    """Gated experts with biases, whose gate and up lie by turns, as GPT-OSS's."""
+    """Gated experts with biases, whose gate and up columns alternate, as in GPT-OSS."""
 
     def __init__(self, experts: int = 4, width: int = 8, hidden: int = 6) -> None:
         super().__init__()
@@ -314,7 +320,7 @@ class ByTurns(nn.Module):
 
 
 class Kept(nn.Module):
-    """Keeps what cannot be copied: a lock, a loss beside its output, which its model adds, and what was computed."""
+    """Keeps what cannot be copied: a lock, a computed tensor, and an auxiliary loss that its model adds."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -341,7 +347,7 @@ class AddsLoss(nn.Module):
 
 
 class Weighed(nn.Module):
-    """Weights in a list of parameters, which it reads between its blocks; and one of its own, behind them all."""
+    """Reads the weights of a parameter list between its blocks, and one parameter after all of them."""
 
     def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()
@@ -357,7 +363,7 @@ class Weighed(nn.Module):
 
 
 class Sparse(nn.Module):
-    """Tables whose gradients have the rows alone that were looked up."""
+    """Tables with sparse gradients: only the rows that were looked up."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -376,7 +382,7 @@ def _encoder() -> nn.Module:
 
 
 def _family(name: str, **more: Any) -> tuple[nn.Module, Any]:
-    """One of transformers', tiny."""
+    """Return a tiny model of transformers and its inputs."""
     import transformers
 
     sizes: dict[str, Any] = {
@@ -423,9 +429,9 @@ def _family(name: str, **more: Any) -> tuple[nn.Module, Any]:
 
 _OF_A_SIDE = {"layers": 2, "attention_heads": 4, "ffn_dim": 64}
 FAMILIES = ("Llama", "Qwen3", "Mixtral", "GPT2", "Bert", "OPT")
-# And of how many parameters, in hundredths, at least a part is on each rank.
+# And the percentage of the parameters that are at least partly cut over the ranks.
 OTHER_FAMILIES = {
-    "Falcon": 79,  # its one head of keys stays with its queries
+    "Falcon": 79,  # its single head of keys is in one layer with its queries
     "GptOss": 97,
     "T5": 99,
     "DeepseekV2": 85,
@@ -436,7 +442,7 @@ OTHER_FAMILIES = {
     "Phi3": 98,
 }
 
-# By name: makes the model, and what it is called with.
+# By name: makes the model and its inputs.
 MODELS: dict[str, Callable[[], tuple[nn.Module, Any]]] = {
     "mlp": lambda: (made(nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 6))), draw(4, 8)),
     "encoder": lambda: (made(_encoder()), draw(4, 16, 32)),

@@ -1,4 +1,4 @@
-"""What the ranks of a test do with layers that are cut over them, beside the whole model on each."""
+"""Code that a test's ranks run with layers that are cut over them, compared with the whole model on each."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ MODELS["gpt tied"] = lambda: (made(GPT(layers=2, is_tied=True)), tokens())
 
 
 def made_as(kind: str, dtype: torch.dtype = torch.float64) -> tuple[nn.Module, Any]:
-    """One of `MODELS`; in float64 what is right is so to the last digits."""
+    """Return one of `MODELS`; in float64 a correct result agrees to the last digits."""
     model, call = MODELS[kind]()
     return model.to(dtype), call.to(dtype) if isinstance(call, Tensor) and call.is_floating_point() else call
 
@@ -47,13 +47,13 @@ def tensor_of(output: Any) -> Tensor:
 
 
 def loss_of(output: Any) -> Tensor:
-    """Of every element in its own way, as a mean would leave many gradients next to nothing."""
+    """Weight every element differently: with a plain mean many gradients would be almost zero."""
     tensor = tensor_of(output)
     return (tensor * torch.linspace(-1, 1, tensor.numel()).view(tensor.shape).sin()).sum() / tensor.shape[0]
 
 
 def apart(model: nn.Module, reference: nn.Module, plan: Any, of: Callable[[Tensor], Tensor | None]) -> float:
-    """The largest difference, relative to the largest of its tensor, of what ``of`` says of each parameter."""
+    """Return the largest difference of ``of(parameter)``, relative to the largest value of its tensor."""
     references = dict(reference.named_parameters(remove_duplicate=False))
     largest = max(float(each.abs().max()) for p in references.values() if (each := of(p)) is not None)
     most = 0.0
@@ -65,7 +65,7 @@ def apart(model: nn.Module, reference: nn.Module, plan: Any, of: Callable[[Tenso
             continue
         assert found is not None, name
         found = whole(to_saved_order(name, found, plan))
-        scale = max(float(expected.abs().max()), 1e-2 * largest)  # some are zero but for rounding
+        scale = max(float(expected.abs().max()), 1e-2 * largest)  # some are zero except for rounding
         most = max(most, float((found - expected).abs().max()) / scale)
     return most
 
@@ -73,10 +73,10 @@ def apart(model: nn.Module, reference: nn.Module, plan: Any, of: Callable[[Tenso
 def train(kind: str, *, dtype: torch.dtype = torch.float64, tp: int = 2, **options: Any) -> dict[str, Any]:
     """Steps of AdamW with clipping, beside the whole model: how far losses, gradients, parameters are apart."""
     model, call = made_as(kind, dtype)
-    reference, _ = made_as(kind, dtype)  # some cannot be copied
+    reference, _ = made_as(kind, dtype)  # made anew, as some cannot be copied
     for module in reference.modules():
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
-            module.sparse = False  # AdamW takes no other gradients
+            module.sparse = False  # AdamW does not support sparse gradients
     plan = tp_plan(model, call, tp=tp, **options)
     apply_tensor_plan(model, plan, mesh_of(tp=tp))
     found: dict[str, Any] = {"plan": str(plan), "roles": plan.roles, "losses": [], "gradients": [], "norms": []}
@@ -105,7 +105,7 @@ def train(kind: str, *, dtype: torch.dtype = torch.float64, tp: int = 2, **optio
 
 
 def share_head(loss: str = "cross entropy") -> dict[str, Any]:
-    """The head's output stays in parts, 97 classes over 2 ranks; the whole model's loss and gradients are the same."""
+    """Keep the head's output sharded, 97 classes over 2 ranks; compare loss and gradients with the whole model's."""
     model, call = made_as("llama tied")
     reference, targets = copy.deepcopy(model), tokens(vocabulary=97).flip(0)
     plan = tp_plan(model, call, loss_parallel=True)
@@ -128,7 +128,10 @@ def share_head(loss: str = "cross entropy") -> dict[str, Any]:
 
 
 def drop(rank: int) -> dict[str, Any]:
-    """Ranks with other random numbers, and dropout: replicas agree, and the user's numbers go on."""
+    """Run dropout on ranks with different random numbers.
+
+    Returns output and gradient sums, which must agree on the ranks, and whether the user's generator is unchanged.
+    """
     model = Llama(dropout=0.3)
     plan = tp_plan(model, tokens())
     torch.manual_seed(rank)
@@ -142,7 +145,10 @@ def drop(rank: int) -> dict[str, Any]:
 
 
 def drop_in_a_stage(rank: int) -> float:
-    """What the first stage gives, of a model that drops in its own forward, where ranks have other random numbers."""
+    """Return the sum of the first stage's output.
+
+    The model has dropout in its own forward; the ranks have different random numbers.
+    """
     model, call = made(Weighed(dropout=0.3)), draw(4, 8)
     plan = tp_plan(model, call)
     torch.manual_seed(rank)
@@ -151,7 +157,7 @@ def drop_in_a_stage(rank: int) -> float:
 
 
 def drop_again() -> float:
-    """What a checkpoint runs again in the backward pass drops what it dropped before."""
+    """Compare gradients with and without a checkpoint: the recomputed forward must drop the same elements."""
     gradients = []
     for is_checkpointed in (False, True):
         model = made(Llama(dropout=0.3))
@@ -168,7 +174,7 @@ def drop_again() -> float:
 
 
 def through_stages(kind: str, at: str, **options: Any) -> float:
-    """Two stages, both on each rank, whose layers are cut over the ranks."""
+    """Run two stages, both on each rank, whose layers are cut over the ranks."""
     model, call = made_as(kind)
     reference = copy.deepcopy(model)
     plan = tp_plan(model, call, **options)
@@ -189,7 +195,7 @@ def through_stages(kind: str, at: str, **options: Any) -> float:
 
 
 def shard_too(kind: str = "fused") -> dict[str, Any]:
-    """FSDP2 over two ranks of a model that is cut over two: gradients, a step, a checkpoint of it."""
+    """Apply FSDP2 over two ranks to a model that is cut over two; check gradients, a step and a checkpoint."""
     model, call = made_as(kind)
     reference = copy.deepcopy(model)
     plan = tp_plan(model, call)
@@ -213,7 +219,7 @@ def shard_too(kind: str = "fused") -> dict[str, Any]:
 
 
 def through_pipeline() -> dict[str, Any]:
-    """1F1B over two stages, the layers of each cut over two ranks; a step of AdamW."""
+    """Run 1F1B over two stages, the layers of each cut over two ranks, and a step of AdamW."""
     model, call = made_as("llama")
     reference = copy.deepcopy(model)
     plan, mesh = tp_plan(model, call[:1]), mesh_of(pp=2, tp=2)
@@ -245,7 +251,7 @@ def through_pipeline() -> dict[str, Any]:
 
 
 def save(folder: str, kind: str = "fused") -> dict[str, Any]:
-    """A checkpoint of cut layers is that of the whole model, and is read again by cut layers."""
+    """Save a checkpoint of cut layers: it must equal the whole model's, and load into cut layers again."""
     model, call = MODELS[kind]()
     reference = copy.deepcopy(model)
     plan = tp_plan(model, call)
@@ -263,7 +269,7 @@ def save(folder: str, kind: str = "fused") -> dict[str, Any]:
 
 
 def in_bfloat16() -> list[float]:
-    """Outputs of parts and of the whole, in bfloat16; and how far the whole is from itself in float32."""
+    """Return the bfloat16 errors of the cut and of the whole model, both relative to the whole model in float32."""
     model, call = MODELS["llama"]()
     reference = copy.deepcopy(model)
     apply_tensor_plan(model.bfloat16(), tp_plan(model, call), mesh_of(tp=2))
@@ -276,7 +282,7 @@ def in_bfloat16() -> list[float]:
 
 
 def warnings_of(kind: str) -> list[str]:
-    """What `parallelize` warns of."""
+    """Return the warnings of `parallelize`."""
     model, call = MODELS[kind]()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -285,7 +291,10 @@ def warnings_of(kind: str) -> list[str]:
 
 
 def register(kind: str) -> str:
-    """What is said of hooks on a parameter; the model stays as it is, and goes over the mesh without them."""
+    """Return the error for a hook on a parameter; the model must stay unchanged.
+
+    Without the hook the model is laid out over the mesh.
+    """
     model, call = MODELS["mlp"]()
     weight = model[2].weight
     handle = getattr(weight, kind)(lambda given: None)
@@ -303,7 +312,7 @@ def register(kind: str) -> str:
 
 
 def look_from_outside() -> dict[str, bool]:
-    """Parameters outside of a run are DTensors, initializers reach them, and no module keeps a tensor of a run."""
+    """Check that parameters outside of a run are DTensors, that initializers reach them, and that a copy works."""
     model, call = MODELS["llama tied"]()
     apply_tensor_plan(model, tp_plan(model, call), mesh_of(tp=2))
     nn.init.constant_(model.head.weight, 0.5)
@@ -318,7 +327,7 @@ def look_from_outside() -> dict[str, bool]:
 
 
 def evaluate_encoder() -> tuple[float, int]:
-    """An encoder with padding, evaluated: how far it is from the whole, and how many weights were put together."""
+    """Evaluate an encoder with padding; return the difference from the whole one and the number of gathers."""
     torch.manual_seed(0)
     model = nn.TransformerEncoder(nn.TransformerEncoderLayer(32, 4, 64, 0.0, batch_first=True), 2).eval()
     call = {
@@ -336,7 +345,7 @@ def evaluate_encoder() -> tuple[float, int]:
 
 
 def save_bare(folder: str) -> float:
-    """A model that was cut by hand goes into a file as the whole one: the largest difference."""
+    """Export and save a model that was cut without parallelize; return the largest difference from the whole one."""
     model, call = MODELS["fused"]()
     reference = copy.deepcopy(model)
     apply_tensor_plan(model, tp_plan(model, call), mesh_of(tp=2))
@@ -354,7 +363,7 @@ def save_bare(folder: str) -> float:
 
 
 def go_on_dropping(folder: str) -> tuple[list[float], list[float]]:
-    """Losses of a model with dropout: of two steps behind a checkpoint, and of these again when it was loaded."""
+    """Return the losses of two steps with dropout after a checkpoint, and the same after loading it."""
     found = []
     for is_again in (False, True):
         model = made(Llama(dropout=0.3))
@@ -371,7 +380,7 @@ def go_on_dropping(folder: str) -> tuple[list[float], list[float]]:
 
 
 def drop_on_replicas() -> list[float]:
-    """Sums of the outputs of two replicas that were seeded alike."""
+    """Return the sums of the outputs of two replicas with the same seed."""
     sums = []
     for replica in (0, 1):
         model = made(Llama(dropout=0.3))

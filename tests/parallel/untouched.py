@@ -1,7 +1,7 @@
-"""What a model is, with all that it can reach: equal before and after a call that leaves the model alone.
+"""A record of a model and all that it can reach, equal before and after a call that leaves the model alone.
 
-``look_of`` goes from the model through attributes, containers, hooks, closures and the code of its classes. It keeps
-no tensor: only digests of values.
+``look_of`` follows attributes, containers, hooks, closures and the code of the model's classes. It keeps no tensor,
+only digests of values.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from torch.utils._pytree import tree_leaves
 
 __all__ = ["Look", "assert_untouched", "look_of"]
 
-Look = dict[str, str]  # what there is, by where it is
+Look = dict[str, str]  # what was found, by its path
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, type(...))
 _OTHERS = {*sys.stdlib_module_names, "torch", "numpy"}  # whose own state is not the model's
-_MOST = 200_000  # places; a model that leads to more leads out of itself
+_MOST = 200_000  # paths; a model that exceeds this refers to objects outside itself
 
 
 def look_of(model: nn.Module) -> Look:
-    """Everything that a forward of ``model`` could change, by its place; equal looks are of a model left alone."""
+    """Return everything that a forward of ``model`` could change, by path; an untouched model gives an equal record."""
     look = _Look()
     look.add("model", model)
     look.add("random numbers of torch", torch.random.default_generator)
@@ -43,7 +43,10 @@ def look_of(model: nn.Module) -> Look:
 
 
 def assert_untouched(model: nn.Module, before: Look) -> None:
-    """``before`` is ``look_of(model)`` before the call. Says where the model is another one now."""
+    """Check that the model equals ``before``, which is ``look_of(model)`` before the call.
+
+    The error names what has changed.
+    """
     after = look_of(model)
     places = [place for place in (before | after) if before.get(place) != after.get(place)]
     lines = [f"{place}: {before.get(place, 'nothing')} -> {after.get(place, 'nothing')}" for place in places]
@@ -54,7 +57,7 @@ class _Look:
     def __init__(self) -> None:
         self.found: Look = {}
         self._seen: dict[int, str] = {}
-        self._kept: list[Any] = []  # so that an id stays its own
+        self._kept: list[Any] = []  # keeps objects alive, so that no id is reused
         self._waiting: list[tuple[str, Any]] = []
 
     def add(self, place: str, value: Any) -> None:
@@ -76,7 +79,7 @@ class _Look:
         self._waiting += [(f"{place}{name}", part) for name, part in _parts(value)]
 
     def _own(self, value: Any) -> str:
-        """What it is beside its parts. An object that can change is also which one it is."""
+        """Return a value's own content without its parts; for a mutable object also its identity."""
         if isinstance(value, Tensor):
             return _look_of_tensor(value)
         if isinstance(value, torch.Generator):
@@ -99,7 +102,7 @@ class _Look:
             return f"{id(value)} {state}"
         if isinstance(value, array.array):
             return f"{id(value)} {value!r}"
-        if isinstance(value, types.MethodType):  # made anew at every look at an instance
+        if isinstance(value, types.MethodType):  # created anew at every access
             return ""
         return f"{id(value)}"
 
@@ -115,7 +118,7 @@ def _look_of_tensor(tensor: Tensor) -> str:
 
 
 def _parts(value: Any) -> Iterator[tuple[str, Any]]:
-    """What can be reached from it, by the way there."""
+    """Yield everything reachable from a value, with its path."""
     if isinstance(value, type):
         yield from _parts_of_class(value)
         return
@@ -148,7 +151,7 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
     if isinstance(value, types.CellType):
         try:
             yield ".cell_contents", value.cell_contents
-        except ValueError:  # it is empty
+        except ValueError:  # an empty cell
             pass
         return
     if isinstance(value, Mapping):
@@ -202,7 +205,7 @@ def _parts_of_function(function: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _state_of(value: Any) -> str:
-    """Of an iterator, and of those that it takes from."""
+    """Return the state of an iterator and of those that it reads from."""
     try:
         parts = value.__reduce__()
     except TypeError:
@@ -212,7 +215,7 @@ def _state_of(value: Any) -> str:
 
 
 def _kept_in(cache: Any) -> str:
-    """The tensors that it has, in the links of its list, which are of no type that has a name."""
+    """Return the tensors in a functools cache; the links of its list have no named type."""
     seen: set[int] = set()
     waiting = [part for part in gc.get_referents(cache) if part is not cache.__wrapped__ and part is not vars(cache)]
     found = []

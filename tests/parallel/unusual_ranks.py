@@ -1,4 +1,4 @@
-"""What the ranks of a test do: models and losses that do more than compute, laid out over a mesh."""
+"""Code that a test's ranks run: models and losses with side effects or unusual structure, laid out over a mesh."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from detrain_nb import parallel as par
 
 
 class Switching(nn.Module):
-    """Its own `train` does more than set a flag, and that of a part too, which is kept from training."""
+    """A model and a part that override `train` to do more than set a flag; the part is kept in evaluation mode."""
 
     class Part(nn.Linear):
         switched = 0
@@ -55,7 +55,7 @@ class Switching(nn.Module):
 
 
 class Aside(nn.Module):
-    """It reads a parameter of its own from somewhere else than itself."""
+    """Reads its own parameter through something other than its attribute, depending on ``way``."""
 
     def __init__(self, way: str) -> None:
         super().__init__()
@@ -75,16 +75,16 @@ class Aside(nn.Module):
 
 
 class Looking(Aside):
-    """It looks at a value too, so that it has to run with values to be known."""
+    """Also branches on a value, so that it can only be traced with real values."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x + 1 if bool(x.sum() > 1e9) else x)
 
 
 class Averaging(nn.Module):
-    """A function that was made with it keeps an average, in a buffer, of what comes between its layers.
+    """A closure keeps an average of an activation in a buffer.
 
-    A copy of it has a buffer of its own, and the same function.
+    A copy of the model has its own buffer but the same closure.
     """
 
     def __init__(self) -> None:
@@ -105,7 +105,7 @@ class Averaging(nn.Module):
 
 
 class Recomputing(nn.Module):
-    """A checkpoint of a function reads its own parameters; ``kind``: or those of its layers, inside of each."""
+    """Checkpoints a function that reads the model's parameters; ``kind`` "layers": its layers do so as well."""
 
     class Layer(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:
@@ -127,7 +127,7 @@ class Recomputing(nn.Module):
 
 
 class Recurrent(nn.Module):
-    """Its layer does on the CPU what it does on a GPU, where cuDNN wants its weights side by side: they move."""
+    """Moves its weights on the CPU as cuDNN's flattening does on a GPU."""
 
     class Layer(nn.GRU):
         def flatten_parameters(self) -> None:
@@ -156,7 +156,7 @@ def lay_out(model: nn.Module, axes: dict[str, int], **options: Any) -> par.Paral
 
 
 def evaluate_and_train(axes: dict[str, int]) -> list[float]:
-    """How far a prediction, and a loss in training after it, are from those of the whole model."""
+    """Return the differences of a prediction, and of the loss of a training step after it, from the whole model's."""
     model = made(Switching())
     model.layers[1].eval()
     whole = copy.deepcopy(model)
@@ -174,7 +174,7 @@ def evaluate_and_train(axes: dict[str, int]) -> list[float]:
 
 
 class Normalizing(nn.Module):
-    """Each of its layers normalises its own weight before it is used; ``way``: of writing."""
+    """Its layers normalise their own weights before use; ``way``: how they write."""
 
     class Block(nn.Module):
         def __init__(self, way: str) -> None:
@@ -208,7 +208,7 @@ class Normalizing(nn.Module):
 
 
 class Following(Normalizing):
-    """Keeps averages of its layers, in frozen parameters, that nobody reads but the user."""
+    """Keeps averages of its layers in frozen parameters that no forward reads."""
 
     def __init__(self) -> None:
         super().__init__("none")
@@ -238,7 +238,7 @@ class Layers(nn.Module):
 
 
 class Penalized(Layers):
-    """Gives a penalty on all of its parameters too; ``is_added``: in the same tensor."""
+    """Also returns a penalty on all of its parameters; ``is_added``: adds it to the output instead."""
 
     def __init__(self, is_added: bool = False) -> None:
         super().__init__()
@@ -250,7 +250,7 @@ class Penalized(Layers):
 
 
 class Functional(Layers):
-    """Calls its head with what it makes of the head's parameters; ``is_scaled``: and of another one."""
+    """Calls its head with values computed from the head's parameters; ``is_scaled``: and from another parameter."""
 
     def __init__(self, is_scaled: bool = False) -> None:
         super().__init__()
@@ -263,7 +263,7 @@ class Functional(Layers):
 
 
 class OfTwoBases(Layers):
-    """Has a module whose class has another base before nn.Module, as torch's FakeQuantize has."""
+    """Contains a module whose class has another base before nn.Module, as torch's FakeQuantize does."""
 
     class Part(abc.ABC, nn.Module):
         def forward(self, x: Tensor) -> Tensor:
@@ -275,7 +275,7 @@ class OfTwoBases(Layers):
 
 
 class Sparse(Layers):
-    """Mixes columns by a sparse table."""
+    """Mixes columns with a sparse matrix."""
 
     def __init__(self, layout: str) -> None:
         super().__init__()
@@ -287,7 +287,7 @@ class Sparse(Layers):
 
 
 class Empty(Layers):
-    """Has parameters without an element."""
+    """Has parameters without elements."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -299,7 +299,7 @@ class Empty(Layers):
 
 
 class Remembering(Layers):
-    """Its first layer keeps a norm of its weight until that was written into; ``way``: of telling."""
+    """Its first layer caches a norm of its weight until the weight's version changes; ``way``: how it reads that."""
 
     class Layer(nn.Linear):
         way, seen, norm = "", -1, None
@@ -317,7 +317,7 @@ class Remembering(Layers):
 
 
 class Reading(Layers):
-    """Its blocks multiply by a parameter of the model itself, to which they have another way than as a part."""
+    """Its blocks multiply by a parameter of the model, which they reach by a weak reference or a closure."""
 
     class Block(nn.Module):
         def __init__(self, owner: nn.Module, way: str) -> None:
@@ -336,7 +336,7 @@ class Reading(Layers):
 
 
 class Views(Layers):
-    """Gives views, and so do its blocks."""
+    """The model and its blocks return views."""
 
     class Block(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:
@@ -357,7 +357,7 @@ def shifted(output: Tensor, target: Tensor) -> Tensor:
 
 
 def warnings_of_steps(axis: str) -> list[str]:
-    """What is told of two steps that are right."""
+    """Return the warnings of two steps whose results are right."""
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         assert apart_after_steps(Views, {axis: 2}, loss=shifted) < 1e-6
@@ -365,7 +365,7 @@ def warnings_of_steps(axis: str) -> list[str]:
 
 
 class Counting(Layers):
-    """Its first layer counts its calls in a buffer, which the backward pass reads."""
+    """Its first layer counts calls in a buffer that the backward pass reads."""
 
     class Layer(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:
@@ -379,7 +379,7 @@ class Counting(Layers):
 
 
 class MakingLate(Layers):
-    """Its first layer makes a buffer in its first forward."""
+    """Its first layer registers a buffer in its first forward."""
 
     class Layer(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:
@@ -393,7 +393,7 @@ class MakingLate(Layers):
 
 
 class InPlace(Layers):
-    """Its blocks write into what they are given, or, ``is_own``, into what they have computed."""
+    """Its blocks write into their inputs or, with ``is_own``, into what they have computed."""
 
     class Block(nn.Linear):
         is_own = False
@@ -412,7 +412,7 @@ class InPlace(Layers):
 
 
 def apart_by_microbatches(make: Callable[[], nn.Module], schedule: str) -> float:
-    """The largest difference of a gradient from that of the whole model, which gets one microbatch after the other."""
+    """Return the largest difference of a gradient from the whole model's, which runs the microbatches one by one."""
     model, whole = made(make()), made(make())
     laid_out = lay_out(model, {"pp": 2}, schedule=schedule, num_microbatches=4)
     x, y = draw(8, 8), draw(8, 8, seed=2)
@@ -424,7 +424,7 @@ def apart_by_microbatches(make: Callable[[], nn.Module], schedule: str) -> float
 
 
 class Forces(Layers):
-    """Gives what its energy does with its input too, by a gradient in its forward; ``way``: of taking it."""
+    """Uses the gradient of an energy with respect to the input in its forward; ``way``: how it is computed."""
 
     def __init__(self, way: str) -> None:
         super().__init__()
@@ -442,7 +442,7 @@ class Forces(Layers):
 
 
 class Mapped(Layers):
-    """Calls its head for each row."""
+    """Calls its head for each row with vmap."""
 
     def forward(self, x: Tensor) -> Any:
         return torch.vmap(self.head)(self.run(x))
@@ -456,7 +456,7 @@ class Slotted:
 
 
 class Wrapped(Layers):
-    """Gives an object."""
+    """Returns an object."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -480,7 +480,7 @@ def total(output: Any, target: Tensor) -> Tensor:
 def apart_after_steps(
     make: Callable[[], nn.Module], axes: dict[str, int], *, loss: Callable[[Any, Tensor], Tensor] = total
 ) -> float:
-    """The largest difference of a parameter, or of a prediction, from the whole model's, after two steps of each."""
+    """Return the largest difference of a parameter or a prediction from the whole model's, after two steps of each."""
     model, whole = made(make()), made(make())
     laid_out, x, y = lay_out(model, axes, loss=loss), draw(4, 8), draw(4, 8, seed=2)
     optimizers = [torch.optim.SGD(list(each.parameters()), lr=0.1) for each in (laid_out, whole)]
@@ -496,12 +496,12 @@ def apart_after_steps(
     most = max(float(each.max()) for each in apart if each.numel())
     with torch.no_grad():
         found, expected = laid_out.predict(x), tree_leaves(whole.eval()(x))
-        pairs = zip(tree_leaves(found), expected, strict=True) if found is not None else ()  # the last stage has it
+        pairs = zip(tree_leaves(found), expected, strict=True) if found is not None else ()  # None on earlier stages
         return max([most, *(float((one - other).abs().max()) for one, other in pairs)])
 
 
 def plan_alone(edited_on: int, *, is_refused: bool = False) -> None:
-    """Lay out by plans of which one was edited, or is refused, on one rank alone."""
+    """Lay out with a plan that one rank alone has edited, or that is refused on one rank."""
     model = made(nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8)))
     plan = par.tp_plan(model, draw(2, 8), tp=2)
     if dist.get_rank() == edited_on:
@@ -511,7 +511,7 @@ def plan_alone(edited_on: int, *, is_refused: bool = False) -> None:
 
 
 def lay_out_alone(axis: str) -> None:
-    """One rank alone wants bf16."""
+    """Lay out with bf16 on one rank only."""
     model = made(nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8)))
     lay_out(model, {axis: 2}, precision="bf16" if dist.get_rank() else None)
 
@@ -531,7 +531,7 @@ SCALED = Scaled()
 
 
 class OnOneMemory(nn.Module):
-    """What it keeps lies on the memory of a parameter."""
+    """A parameter or an attribute shares memory with another parameter."""
 
     def __init__(self, way: str) -> None:
         super().__init__()
@@ -589,14 +589,14 @@ def train_with_loss(way: str, axes: dict[str, int]) -> None:
 
 
 class Optional(Layers):
-    """Takes a weight, or none, and a way, beside what its layers compute with."""
+    """Takes an optional weight and a string besides what its layers compute with."""
 
     def forward(self, x: Tensor, weight: Tensor | None = None, way: str = "plain", *, scale: float = 1.0) -> Any:
         return super().forward(x if weight is None else x * weight) * scale
 
 
 def warnings_of_kinds() -> list[str]:
-    """What is told of batches of other kinds than the example's."""
+    """Return the warnings for batches of other kinds than the example's."""
     x, y = draw(4, 8), draw(4, 8, seed=2)
     laid_out = lay_out(made(Optional()), {"tp": 2}, example_inputs={"x": draw(2, 8), "way": "plain"})
     batches: list[Any] = [x, (x, None), {"x": x, "way": "other", "scale": 0.5}, (x, x), {"x": x, "weight": x}]
@@ -610,7 +610,7 @@ def warnings_of_kinds() -> list[str]:
 
 
 class Giving(nn.Module):
-    """Gives parameters too, its own or those of its blocks, from in there or past them."""
+    """Also returns parameters: its own, or those of its blocks, from inside of these or past them."""
 
     class Block(nn.Linear):
         def __init__(self, way: str) -> None:
@@ -650,7 +650,7 @@ def apart_with_given(way: str, axes: dict[str, int]) -> float:
 
 
 class _PartsAgain(torch.autograd.Function):
-    """Computes a block anew in the backward pass, by calling what is in it."""
+    """Recomputes a block in the backward pass by calling its layers directly."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, block: nn.Sequential) -> Tensor:

@@ -1,4 +1,4 @@
-"""Models for pictures, small: a ResNet and a U-Net."""
+"""Small image models: a ResNet and a U-Net."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 
 class Residual(nn.Module):
-    """One of ResNet's: two convolutions with BatchNorm, and a skip that is made smaller where the block is."""
+    """A ResNet block: two convolutions with BatchNorm, and a skip connection that is downsampled with the block."""
 
     def __init__(self, channels: int, wider: int, stride: int) -> None:
         super().__init__()
@@ -29,7 +29,7 @@ class Residual(nn.Module):
 
 
 class ResNet(nn.Module):
-    """A convolution and a pool, four layers of two blocks, a mean over the picture, a head."""
+    """A convolution and a pool, four layers of two blocks, global average pooling and a head."""
 
     def __init__(self, *, channels: int = 4, classes: int = 10) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ class ResNet(nn.Module):
 
 
 class ConvUNet(nn.Module):
-    """Down and up again twice, each way up beside what was there on the way down; a body in front and behind."""
+    """Downsamples twice and upsamples twice, with skip connections across."""
 
     def __init__(self) -> None:
         super().__init__()
