@@ -1,4 +1,4 @@
-"""What is of a wrong kind is told at once, by its name."""
+"""Arguments of a wrong type are refused at once, by name."""
 
 from __future__ import annotations
 

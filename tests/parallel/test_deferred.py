@@ -1,4 +1,4 @@
-"""A model made without memory has, wherever it is laid out, the values that it would have had on one CPU."""
+"""A model made without memory gets the same values, wherever it is laid out, as one made on a CPU."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SEED = 7
 
 
 def tensors_of(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters, buffers and other attributes, under every name."""
+    """Return parameters, buffers and other tensor attributes, under all of their names."""
     return {
         f"{prefix}.{key}": tensor
         for prefix, module in model.named_modules()
@@ -34,7 +34,7 @@ def tensors_of(model: nn.Module) -> dict[str, Tensor]:
 
 
 def assert_as_usual(make: Callable[[], nn.Module]) -> None:
-    """Every tensor, what is tied to what, and the generator behind it."""
+    """Check every tensor, which of them are tied, and the state of the random generator."""
     torch.manual_seed(SEED)
     usual, state = make(), torch.get_rng_state()
     torch.manual_seed(SEED)
@@ -65,7 +65,7 @@ HOOKS: dict[str, Callable[[Tensor], Any]] = {
 
 
 class Hooked(nn.Module):
-    """Of the tensors that have a gradient some are no parameters, and no module but this one may have any."""
+    """Has hooks on tensors with gradients: two that are no parameters, and a parameter if ``has_parameter``."""
 
     def __init__(self, kind: str, *, has_parameter: bool) -> None:
         super().__init__()
@@ -98,7 +98,7 @@ def test_gradients_and_hooks_of_tensors_are_those_of_the_usual_model(kind: str, 
 
 
 class Initialized(nn.Module):
-    """What constructors do to parameters."""
+    """Initialises parameters in the ways that constructors do."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -137,7 +137,7 @@ class Buffers(nn.Module):
 
 
 class Drawn(nn.Module):
-    """Random numbers of all kinds, and from other generators."""
+    """Draws random numbers of all kinds, also from other generators."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -153,7 +153,7 @@ class Drawn(nn.Module):
 
 
 class Looks(nn.Module):
-    """Its code looks at values, also at random ones: sizes and branches depend on them."""
+    """Reads values in its constructor, also random ones: sizes and branches depend on them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -166,7 +166,7 @@ class Looks(nn.Module):
 
 
 def under_bfloat16() -> nn.Module:
-    """A default that is another when values are computed."""
+    """Make a model under a default dtype that no longer applies when its values are computed."""
     torch.set_default_dtype(torch.bfloat16)
     try:
         model = nn.Linear(30, 20)
@@ -187,7 +187,7 @@ def of_values_from_outside() -> nn.Module:
 
 
 def of_a_first_pass() -> nn.Module:
-    """Statistics of a batch, as data dependent initialisation takes them."""
+    """Return a model with the statistics of a batch, as in data-dependent initialisation."""
     model = nn.Sequential(nn.Conv1d(3, 4, 3), nn.BatchNorm1d(4), nn.InstanceNorm1d(4, track_running_stats=True))
     model(torch.randn(5, 3, 9) * 3 + 1)
     return model.eval()
@@ -289,7 +289,7 @@ class ReadsItsWeights(nn.Module):
 
 
 def test_model_whose_code_fails_on_zeros_is_told_what_to_do() -> None:
-    """By whatever error: the example inputs are not to blame."""
+    """Whatever the error is, the example inputs are not blamed."""
     with pytest.raises(SpecError, match=r"fails with zeros as parameters .* pass it as tp="):
         plan_for(
             deferred(ReadsItsWeights), torch.ones(2, 4), "auto", {"tp": 2}, sequence_parallel=False, loss_parallel=False
@@ -297,7 +297,7 @@ def test_model_whose_code_fails_on_zeros_is_told_what_to_do() -> None:
 
 
 def test_plan_is_that_of_a_model_with_values() -> None:
-    """Its code looks at a mask, and has fused layers. Experts in one tensor do not run on zeros without memory."""
+    """The model branches on a mask and has fused layers. Experts in one tensor cannot run on zeros without memory."""
     transformers = pytest.importorskip("transformers")
     tokens = {"input_ids": torch.ones(2, 8, dtype=torch.long), "use_cache": False}
     options: Any = {"sequence_parallel": False, "loss_parallel": False}
@@ -365,7 +365,7 @@ def require_the_same(session: Session, axes: dict[str, int], **options: Any) -> 
     ],
 )
 def test_two_ranks_have_their_parts(two_ranks: Session, axes: dict[str, int], options: dict[str, Any]) -> None:
-    """A tied head, a fused layer, buffers; with ``other_seed`` rank 0's values, as of any model."""
+    """The models have a tied head, a fused layer and buffers; with ``other_seed`` all ranks get rank 0's values."""
     require_the_same(two_ranks, axes, **options)
 
 
@@ -386,7 +386,7 @@ def test_four_ranks_have_their_parts(four_ranks: Session, axes: dict[str, int], 
 
 @pytest.mark.slow
 def test_no_rank_holds_the_model(four_new_ranks: Session) -> None:
-    """Its quarter, and a few tensors of 4% each."""
+    """A rank holds its quarter, and a few tensors of 4% each."""
     four_new_ranks.run_cell("import deferred_ranks", timeout_s=60)
     for grown, whole in four_new_ranks.run_cell("deferred_ranks.peak_growth()", timeout_s=90).values.values():
         assert whole > 400e6 and grown < whole / 2

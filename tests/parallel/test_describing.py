@@ -1,4 +1,4 @@
-"""Plans of real models as plain JSON: where no torch is, they have the numbers of what they were made of."""
+"""Plans of real models as plain JSON: read without torch, they have the numbers that they were made from."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from detrain_nb.plan import PlanDescription
 from .models import GPT
 
 TOKENS = torch.zeros(2, 16, dtype=torch.long)
-# What a kernel without torch finds in a plan.
+# What a kernel without torch reads from a plan.
 READ = """
 import json, sys
 sys.modules["torch"] = None
@@ -90,7 +90,7 @@ def test_a_partition_has_its_numbers_where_no_torch_is() -> None:
 
 @pytest.mark.parametrize("is_tied", [False, True])
 def test_layers_add_up_to_their_stages(is_tied: bool) -> None:
-    """A tied parameter is in each stage that uses it, once."""
+    """A tied parameter counts once in each stage that uses it."""
     found = par.partition(par.profile(GPT(is_tied=is_tied), TOKENS), 3)
     costs = found.costs()
     for stage, begin, end in zip(costs.stages, costs.bounds, costs.bounds[1:]):
@@ -190,7 +190,7 @@ list(stages.indices)
 def test_ranks_tell_the_plan_of_what_they_run(
     two_ranks: Session, four_ranks: Session, ranks: int, schedule: str, stages: int
 ) -> None:
-    """Pulled as it is; stages are on the ranks, and have the layers, that the pipeline made of the model has."""
+    """The plan is pulled as it is; its stages have the ranks and the layers of the pipeline made of that model."""
     session = two_ranks if ranks == 2 else four_ranks
     code = ON_RANKS.format(ranks=ranks, schedule=schedule, stages=stages)
     run = session.run_cell(code, timeout_s=120).values

@@ -1,4 +1,4 @@
-"""Layouts without ranks: what a dry run says is what ranks hold."""
+"""Layouts without ranks: a dry run reports what real ranks hold."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def four(four_ranks: Session) -> Session:
     return four_ranks
 
 
-@pytest.mark.slow  # as all that needs ranks
+@pytest.mark.slow  # like everything that needs ranks
 @pytest.mark.parametrize(
     "axes",
     [
@@ -51,7 +51,7 @@ def four(four_ranks: Session) -> Session:
     ids=str,
 )
 def test_it_says_what_real_ranks_hold(session: Session, axes: dict[str, int]) -> None:
-    """Of 97 rows the first rank has 49: a row of the table is that of its first rank."""
+    """A row reports its first rank, which has 49 of 97 vocabulary rows; the other ranks may hold up to 1 % less."""
     held = session.run_cell(f"mixed_ranks.bytes_here({axes})").values
     found = dry_run(GPT(), axes, example_inputs=TOKENS)
     for row in found.rows:
@@ -62,14 +62,14 @@ def test_it_says_what_real_ranks_hold(session: Session, axes: dict[str, int]) ->
 
 
 def test_it_leaves_tracebacks_as_they_were() -> None:
-    """torch puts a rank before every line of them when a process group is made."""
+    """torch adds the rank to every traceback line when a process group is made."""
     before = sys.excepthook
     dry_run(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), {"pp": 2}, example_inputs=torch.zeros(2, 4))
     assert sys.excepthook is before
 
 
 def test_norms_of_another_stage_are_not_sharded() -> None:
-    """What stands for one is of its class, to isinstance."""
+    """The stand-in for a norm is an instance of the norm's class."""
     layers = [nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 8), nn.BatchNorm1d(8)]
     axes = {"pp": 2, "dp_shard": 2}
     found = dry_run(nn.Sequential(*layers), axes, example_inputs=torch.zeros(4, 8), pp=["2"], precision="bf16")
@@ -105,7 +105,10 @@ OVER_FOUR: list[Case] = [
 
 
 def require_peaks(session: Session, cases: list[Case]) -> None:
-    """What is said of the first rank of each place is what its tensors hold at the peak of a step, within 20 %."""
+    """Check that the reported bytes are within 20 % of the live tensors at the peak of a step.
+
+    Only the first rank of each row is compared.
+    """
     for name, axes, options in cases:
         call = f"memory_ranks.peak_here({name!r}, {axes!r}, **{options!r})"
         held = session.run_cell(call, timeout_s=100).values
@@ -135,7 +138,7 @@ def test_the_peak_is_that_of_four_real_ranks(four: Session) -> None:
 
 
 def require_largest(session: Session, axes: dict[str, int]) -> None:
-    """Names and shapes of the largest parameters are those on the rank that the row is of, and no other is larger."""
+    """Check the names and shapes of the largest parameters on the first rank of each row; no other is larger."""
     held = session.run_cell(f"mixed_ranks.shapes_here({axes})", timeout_s=60).values
     rows = dry_run(Llama(layers=4), axes, example_inputs=TOKENS).rows
     for row in rows:
@@ -154,7 +157,7 @@ def test_the_largest_parameters_are_told_as_a_rank_has_them(session: Session) ->
 
 
 @pytest.mark.thorough
-@pytest.mark.timeout(300)  # four ranks start, and a loaded machine takes its time
+@pytest.mark.timeout(300)  # four ranks start, which is slow on a loaded machine
 def test_it_says_what_stages_of_parts_hold(four: Session) -> None:
     axes = {"pp": 2, "tp": 2}
     held = four.run_cell(f"mixed_ranks.bytes_here({axes})", timeout_s=60).values
@@ -168,7 +171,7 @@ def test_it_says_what_stages_of_parts_hold(four: Session) -> None:
 
 @pytest.mark.slow
 def test_five_hundred_gpus_on_one_machine() -> None:
-    """A model of 8 billion parameters, with no memory for one of them."""
+    """The model has 8 billion parameters, and no memory is allocated for any of them."""
     with torch.device("meta"):
         model = nn.TransformerEncoder(
             nn.TransformerEncoderLayer(8192, 64, 32768, 0.0, batch_first=True, norm_first=True),
@@ -234,7 +237,7 @@ def test_equal_blocks_that_are_left_out_count_as_if_they_ran(
 
 @pytest.mark.thorough
 def test_places_that_are_alike_are_as_if_each_were_tried(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And so are the microbatches of 1F1B that do not run."""
+    """The result equals that of trying every place and running all microbatches of 1F1B."""
 
     def found() -> list[Any]:
         rows = dry_run(
@@ -250,7 +253,7 @@ def test_places_that_are_alike_are_as_if_each_were_tried(monkeypatch: pytest.Mon
 
 
 class Repeating(nn.Module):
-    """Keeps as much as it is told; and knows its number."""
+    """Keeps ``times`` copies of its output, and has a number of its own."""
 
     def __init__(self, number: int, times: int) -> None:
         super().__init__()
@@ -281,7 +284,7 @@ def test_blocks_that_differ_in_an_int_are_not_taken_for_equal(monkeypatch: pytes
 
 
 def test_blocks_that_nothing_can_stand_for_all_run() -> None:
-    """They give more than one tensor."""
+    """They return more than one tensor."""
 
     class Pair(nn.Module):
         def __init__(self) -> None:
@@ -308,7 +311,7 @@ def test_blocks_that_nothing_can_stand_for_all_run() -> None:
 
 @pytest.mark.slow
 def test_what_a_model_on_the_meta_device_keeps_beside_its_buffers_is_found() -> None:
-    """Also under tp, where its large blocks have no values: the plan is that of a small one."""
+    """Also under tp, where its large blocks have no values: the plan is the same as for a small model."""
     with torch.device("meta"):
         small = Llama3(32, 1, 4, 2, 64, length=16, vocabulary=96)
         large = Llama3(2048, 1, 16, 8, 8192, length=16)
@@ -324,7 +327,7 @@ def test_what_a_model_on_the_meta_device_keeps_beside_its_buffers_is_found() -> 
 
 
 def test_the_model_is_left_as_it_was() -> None:
-    """Copies of it run, on tensors without memory, and have objects and caches in common with it."""
+    """Copies of the model run on tensors without memory; they share objects and caches with it."""
 
     class Notes:
         last: Any = None
@@ -352,7 +355,7 @@ def test_the_model_is_left_as_it_was() -> None:
 
 
 class Centering(nn.Module):
-    """A loss that keeps an average of what it is given, and counts."""
+    """A loss that keeps an average of the outputs, and counts its calls."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -374,7 +377,7 @@ LOOKS = [False]
 
 @pytest.mark.parametrize("looks", [False, True])
 def test_the_loss_is_left_as_it_was(looks: bool) -> None:
-    """Also where it looks at values, and runs with some."""
+    """Also if the loss reads values, and therefore runs with some."""
     LOOKS[0] = looks
     loss, model = Centering(), nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     center = loss.center
@@ -400,10 +403,11 @@ def test_what_parallelize_refuses_in_parts_is_refused() -> None:
 
 @pytest.mark.thorough
 def test_llama_3_of_8_billion_on_8_gpus() -> None:
-    """Between 80 and 92 GiB: 50 GiB are the products of matrices that "selective" keeps of 2 x 8192 tokens, 23 are
-    logits over 128,256 classes, in bf16 and float32, with their gradients, 11 are weights and the optimizer's state.
+    """The peak is between 80 and 92 GiB.
 
-    torchtitan reports 82.4 GiB, reserved; docs/parallel.md says how they differ.
+    50 GiB are the matrix products that "selective" keeps of 2 x 8192 tokens. 23 GiB are logits over 128,256 classes, in
+    bf16 and float32, with their gradients. 11 GiB are weights and the optimizer's state. torchtitan reports 82.4 GiB,
+    reserved; docs/parallel.md explains the difference.
     """
     with torch.device("meta"):
         model, tokens = Llama3(4096, 32, 32, 8, 14336, length=8192), torch.empty(2, 8192, dtype=torch.long)
@@ -441,7 +445,7 @@ def test_a_loss_without_its_target_is_told() -> None:
 
 @pytest.mark.thorough
 def test_stages_of_parts_of_the_sequence_and_of_the_classes() -> None:
-    """A plan for both; the weights are cut as without."""
+    """One plan cuts both; the weights are cut as without them."""
     axes, options = {"pp": 2, "tp": 2}, {"sequence_parallel": True, "loss_parallel": True}
     found = dry_run(Llama(layers=2), axes, example_inputs=TOKENS, **options)
     usual = dry_run(Llama(layers=2), axes, example_inputs=TOKENS)
@@ -475,7 +479,7 @@ def test_options_of_a_mesh_without_the_axis_are_refused_as_parallelize_does() ->
         dry_run(GPT(), {"cp": 2}, example_inputs=TOKENS)
 
 
-@pytest.mark.slow  # a session of its own
+@pytest.mark.slow  # needs a session of its own
 def test_rank_without_a_group_has_dry_runs(session_of_one: Session) -> None:
     [told] = session_of_one.run_cell(_DRY_RUN).values.values()
     assert told == [4, 1, False]

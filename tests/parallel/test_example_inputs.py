@@ -1,4 +1,4 @@
-"""Example inputs that a model cannot be called with are told, with what they are, wherever they are given."""
+"""Example inputs that a model cannot be called with: the error describes them, wherever they are passed."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_what_a_model_asserts_of_its_inputs_is_told(take: Callable[..., Any]) ->
 
 
 class Resizes(nn.Sequential):
-    """Without values a tensor that has some cannot be resized."""
+    """Resizes a tensor that has values, which is impossible in a run without values."""
 
     def __init__(self) -> None:
         super().__init__(nn.Linear(8, 8), nn.Linear(8, 8))

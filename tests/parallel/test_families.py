@@ -1,4 +1,4 @@
-"""Families of models, cut into stages that run one after the other: outputs and every gradient as of the whole."""
+"""Model families cut into stages that run in sequence: outputs and all gradients equal the whole model's."""
 
 from __future__ import annotations
 
@@ -35,7 +35,10 @@ def run(found: Split, inputs: dict[str, Any]) -> Any:
 
 
 def assert_like_whole(model: nn.Module, found: Split, inputs: dict[str, Any]) -> None:
-    """Loss, gradients and buffers of the stages, that share the model's tensors, and of a copy of the model."""
+    """Compare loss, gradients and buffers of the stages with those of a copy of the model.
+
+    The stages share the tensors of the model itself.
+    """
     model.zero_grad()
     whole = copy.deepcopy(model)
     result, expected = run(found, inputs), whole(**inputs)
@@ -54,7 +57,7 @@ def assert_like_whole(model: nn.Module, found: Split, inputs: dict[str, Any]) ->
     assert any(parameter.grad is not None and parameter.grad.any() for parameter in model.parameters())
 
 
-# Model, example inputs, inputs of another size, the most stages to try, cuts that there must be.
+# Model, example inputs, inputs of another size, the largest number of stages to try, required cuts.
 Family = tuple[Callable[[], nn.Module], dict[str, Any], dict[str, Any], int, set[str]]
 OF_TORCH: dict[str, Family] = {
     "ResNet": (ResNet, {"x": draw(4, 3, 32, 32)}, {"x": draw(2, 3, 40, 40)}, 3, {"layer2", "layer3.1", "fc"}),
@@ -77,7 +80,10 @@ OF_TORCH: dict[str, Family] = {
     "family", [pytest.param(name, marks=pytest.mark.slow if name in ("ResNet", "U-Net") else ()) for name in OF_TORCH]
 )
 def test_stages_compute_what_the_whole_model_does(family: str) -> None:
-    """Of a batch of another size than the example, then of the example; and what crosses is known beforehand."""
+    """Checked with inputs of another size than the example, then with the example.
+
+    What crosses a boundary is known beforehand.
+    """
     make, example, other, most_stages, cuts = OF_TORCH[family]
     torch.manual_seed(0)
     model = make()
@@ -111,7 +117,10 @@ def test_statistics_are_of_the_batches_and_not_of_the_search_for_shapes() -> Non
 
 
 def test_stage_follows_to_another_device() -> None:
-    """To the one that every machine has: what stands for other stages has to be there too, or torch mixes devices."""
+    """The device is "meta", which every machine has.
+
+    Stand-ins for other stages must move too, or torch mixes devices.
+    """
     model, inputs = WithToken(), draw(2, 3, 8)
     found = split(model, inputs, 3)
     for index in (1, 2):
@@ -150,7 +159,7 @@ def transformers() -> Any:
     return found
 
 
-# "eager" is nobody's default: one decoder has it, the others, and a second decoder of one build, are thorough.
+# "eager" is no default: with it only Llama is slow, the others are thorough. So is Qwen3, which is built like Llama.
 WITH_ATTENTION = [
     pytest.param(
         family,
@@ -193,7 +202,7 @@ def test_what_stays_alive_to_the_end_leaves_no_cut_behind_it(transformers: Any) 
     model, inputs = gpt2(transformers, "sdpa"), {"input_ids": tokens(2, 8), "output_hidden_states": True}
     why = r"\(cuts: transformer.drop, transformer.h.0; not at transformer.h.1: besides its input, .* of "
     with pytest.raises(SpecError, match=rf"the model can be cut into at most 3 {why}"):
-        split(model, inputs, 4)  # behind it every layer's output is one of the model's
+        split(model, inputs, 4)  # after it each layer's output is part of the model's
     found = split(model, inputs, 3)
     with torch.no_grad():
         result, expected = run(found, inputs), model(**inputs)
@@ -204,7 +213,7 @@ def test_what_stays_alive_to_the_end_leaves_no_cut_behind_it(transformers: Any) 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [-2, 3])
 def test_hidden_states_are_those_of_the_whole_model(number: int, transformers: Any) -> None:
-    """transformers collects them by hooks, which the first call that wants some puts there."""
+    """transformers collects them with hooks, which the first call that requests hidden states installs."""
 
     class Reads(nn.Module):
         def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Every family of models in every layout, on real ranks: losses, gradients, their norm, AdamW's steps of the whole."""
+"""Model families in every layout, on real ranks: losses, gradients, norms and AdamW's steps equal the whole model's."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ FAMILIES = ("MLP", "ResNet", "U-Net", "nn.Transformer", "GPT tied")
 OF_TRANSFORMERS = ("GPT-2", "Llama", "Qwen3", "Mixtral", "Bert", "T5", "ViT")
 ON_TWO_RANKS = ({"pp": 2}, {"tp": 2}, {"dp_shard": 2})
 ON_FOUR_RANKS = ({"pp": 2, "tp": 2}, {"pp": 2, "dp_shard": 2}, {"dp_shard": 2, "tp": 2})
-# Those much like another family on these axes are left to `make test-thorough`; with tp, test_tensor_parallel has more.
+# Families much like another one on these axes are left to `make test-thorough`; test_tensor_parallel has more with tp.
 LIKE_ANOTHER = {
     "pp": ("Qwen3", "Bert", "ViT"),
     "tp": ("ResNet", "GPT-2", "Llama", "Qwen3", "Mixtral", "Bert"),
     "dp_shard": ("U-Net", "nn.Transformer", "GPT-2", "Qwen3", "Bert", "ViT"),
 }
-# Four ranks take their time: each pair of axes has another kind of model.
+# Four ranks are slow, so each pair of axes has another kind of model.
 SLOW_ON_FOUR_RANKS = {"ppxtp": ("Llama",), "ppxdp_shard": ("ResNet",), "dp_shardxtp": ("GPT tied",)}
 CLOSE = 2e-5  # relative, in float32
 
@@ -81,6 +81,6 @@ def test_stages_of_shards_of_parts_on_eight_ranks(eight_ranks: Session) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["1F1B", "Interleaved1F1B"])
 def test_stages_count_statistics_of_each_microbatch(two_ranks: Session, schedule: str) -> None:
-    """A ResNet that trains its BatchNorms: those of the whole model, which is given the same microbatches."""
+    """A ResNet trains its BatchNorms; the whole model runs the same microbatches."""
     for rank, apart in two_ranks.run_cell(f"family_ranks.train_with_statistics({schedule!r})").values.items():
         assert apart["counted"] == 12 and all(apart[name] < CLOSE for name in apart if name != "counted"), (rank, apart)

@@ -1,4 +1,4 @@
-"""Interrupts come where they do no harm."""
+"""Interrupts are held back until they do no harm."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_interrupt_waits_until_it_is_let_through() -> None:
 
 
 def test_interrupt_in_a_mode_comes_behind_the_operator() -> None:
-    """Torch would end the process, where it takes no exception from a mode."""
+    """torch would end the process if the mode raised where torch expects no exception."""
 
     class Interrupts(OperatorMode):
         was_left = False
@@ -46,13 +46,13 @@ def test_interrupt_in_a_mode_comes_behind_the_operator() -> None:
     mode = Interrupts()
     with pytest.raises(KeyboardInterrupt), mode:
         torch.ones(2)
-        signal.sigtimedwait([], 10)  # the interrupt ends it
+        signal.sigtimedwait([], 10)  # the interrupt ends the wait
     assert mode.was_left
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 def test_interrupt_in_what_torch_wraps_a_mode_in_comes_after_the_operator(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its `__torch_dispatch__` has not begun then, or has ended; torch ends the process all the same."""
+    """The mode's `__torch_dispatch__` has not started, or has returned. torch would still end the process."""
     seen = []
 
     class Sees(OperatorMode):
@@ -68,17 +68,17 @@ def test_interrupt_in_what_torch_wraps_a_mode_in_comes_after_the_operator(monkey
             signal.raise_signal(interrupts.pop())
         return was(callback)
 
-    # The function that is interrupted is one of that file.
+    # The interrupted function must belong to that file.
     monkeypatch.setattr(sends, "__code__", sends.__code__.replace(co_filename=frames.__file__))
     with pytest.raises(KeyboardInterrupt), Sees():
         monkeypatch.setattr(frames, "set_eval_frame", sends)
         torch.ones(2)
-        signal.sigtimedwait([], 10)  # the interrupt ends it
+        signal.sigtimedwait([], 10)  # the interrupt ends the wait
     assert seen and not interrupts
 
 
 def test_interrupt_comes_after_what_is_entered() -> None:
-    """A mode that is on when its `__enter__` is interrupted would stay on."""
+    """A mode that is interrupted inside its `__enter__`, when it is already on, would stay on."""
 
     class Begins:
         state = "not begun"
@@ -99,7 +99,7 @@ def test_interrupt_comes_after_what_is_entered() -> None:
 
 
 def test_interrupt_comes_after_what_is_called_at_the_end_of_an_object() -> None:
-    """Python would only print it, and go on."""
+    """Python would only print the exception, and continue."""
 
     class Ends:
         def __del__(self) -> None:
@@ -133,7 +133,7 @@ def test_interrupt_is_not_held_by_what_is_around_its_user() -> None:
 
 def test_model_is_put_back_by_whom_is_interrupted_meanwhile() -> None:
     class Interrupted(list[int]):
-        """Its own code sends an interrupt while it is put back."""
+        """A list with state of its own; both are restored although an interrupt arrives."""
 
         def __init__(self) -> None:
             super().__init__([1])

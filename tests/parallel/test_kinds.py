@@ -1,4 +1,4 @@
-"""What is told of arguments of another kind than the example's."""
+"""Warnings about arguments of another kind than the example's."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Model(nn.Module):
 
 
 def told(example: tuple[Any, ...], batch: tuple[Any, ...], **others: Any) -> list[str]:
-    """What the batch has, as a warning says it; ``others``: keyword arguments of the batch."""
+    """Return what the batch has according to the warnings; ``others``: keyword arguments of the batch."""
     known = KnownKinds(Model(), (X, *example), {})
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

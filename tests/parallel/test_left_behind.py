@@ -1,4 +1,4 @@
-"""What stays in the process: nothing that was not there before, and of a model nothing when it is gone."""
+"""What stays in the process after a call: nothing new, and nothing of a model that is deleted."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_hints_of_torch_are_kept_out_as_long_as_a_model_is_there(two_ranks: Sess
 
 
 def test_classes_of_a_model_go_with_it() -> None:
-    """A cell that is run again makes its classes anew."""
+    """A cell that is run again defines its classes again, so the old ones must be freed."""
 
     def found() -> list[weakref.ref[type]]:
         class Block(nn.Module):

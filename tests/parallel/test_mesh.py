@@ -1,4 +1,4 @@
-"""A mesh of ranks that are there; tests/plan has the arithmetic."""
+"""Meshes of existing ranks; tests/plan covers the arithmetic."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A batch cut into microbatches: each may be written into, as the whole batch may."""
+"""A batch cut into microbatches: a model may write into each, as it may into the whole batch."""
 
 from __future__ import annotations
 

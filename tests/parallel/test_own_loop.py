@@ -1,4 +1,4 @@
-"""Models that are called in a loop of their own, and losses that are none of rows."""
+"""Models that are called in a custom training loop, and losses that do not decompose into rows."""
 
 from __future__ import annotations
 
@@ -51,14 +51,14 @@ def test_loss_of_rows_is_not_told_of(ranks: Session, loss: str, layout: str) -> 
 
 
 def test_loss_that_gathers_the_rows_of_all_replicas_is_not_told_of(ranks: Session) -> None:
-    """They are asked for as often on each."""
+    """The loss is called equally often on every replica, so its collectives match."""
     found = ranks.run_cell("own_loop_ranks.train_with('gathered', {'dp_replicate': 2}, 1)", timeout_s=60)
     assert list(found.values.values()) == [[], []]
 
 
 @pytest.mark.parametrize("options", ["{'dp_replicate': 2}", "{'tp': 2}", "{'tp': 2}, sequence_parallel=True"])
 def test_penalty_on_a_gradient_is_differentiated(ranks: Session, options: str) -> None:
-    """Through what ranks say to each other in the backward pass too."""
+    """Communication in the backward pass is differentiated too."""
     for apart in ranks.run_cell(f"own_loop_ranks.apart_after_loop('penalty', {options})", timeout_s=60).values.values():
         assert apart < 1e-5
 
@@ -68,7 +68,7 @@ LOOPS = ["twice each", "twice from one", "siamese", "accumulated", "attacked", "
 
 @pytest.mark.parametrize("loop", [*LOOPS, "penalty apart", "penalty alone"])
 def test_every_backward_pass_is_of_all_replicas(ranks: Session, loop: str) -> None:
-    """Also those that come to some of the parameters, which DDP would wait for."""
+    """Also passes that reach only some of the parameters; DDP would wait for the others."""
     code = f"own_loop_ranks.apart_after_loop({loop!r}, {{'dp_replicate': 2}})"
     for apart in ranks.run_cell(code, timeout_s=60).values.values():
         assert apart < 1e-5
@@ -76,7 +76,7 @@ def test_every_backward_pass_is_of_all_replicas(ranks: Session, loop: str) -> No
 
 @pytest.mark.parametrize("loop", LOOPS)
 def test_every_backward_pass_is_of_all_shards(ranks: Session, loop: str) -> None:
-    """Without a warning, though the model gives a view: FSDP2 has noted on it what to gather."""
+    """No warning is emitted although the model returns a view, on which FSDP2 records what to gather."""
     code = f"own_loop_ranks.apart_after_loop({loop!r}, {{'dp_shard': 2}})"
     for apart in ranks.run_cell(code, timeout_s=60).values.values():
         assert apart < 1e-5
@@ -93,7 +93,7 @@ def test_penalty_on_a_gradient_is_refused_in_shards(ranks: Session) -> None:
 def test_part_that_is_trained_later_has_the_gradients_of_all(
     ranks: Session, frozen: str, axis: str, is_called: bool
 ) -> None:
-    """DDP knows of what is trained when it is made."""
+    """DDP only handles the parameters that are trainable when it is made."""
     code = f"own_loop_ranks.apart_after_thaw({frozen!r}, {{{axis!r}: 2}}, is_called={is_called})"
     for apart in ranks.run_cell(code, timeout_s=60).values.values():
         assert apart < 1e-5
@@ -104,7 +104,7 @@ def test_part_that_is_trained_later_has_the_gradients_of_all(
     [("dp_shard", True, "FSDP2"), ("dp_shard", False, "FSDP2"), ("dp_replicate", False, "DDP")],
 )
 def test_after_a_pass_that_failed_nothing_goes_on(ranks: Session, axis: str, is_called: bool, whose: str) -> None:
-    """It has left gradients on their way, which the next pass would take."""
+    """The failed pass leaves gradients in flight, which the next pass would use."""
     message = f"SpecError: a backward pass failed or was stopped while {whose}"
     with pytest.raises(RankError, match=message) as told:
         ranks.run_cell(f"own_loop_ranks.apart_after_failed_pass({{{axis!r}: 2}}, is_called={is_called})", timeout_s=60)
@@ -118,7 +118,7 @@ def test_after_a_pass_that_failed_replicas_that_are_called_go_on(ranks: Session)
 
 
 def test_graph_of_a_gradient_is_refused_over_replicas(ranks: Session) -> None:
-    """It would be that of one replica, behind the mean of all."""
+    """The graph would be that of one replica, but the gradient is the mean of all."""
     with pytest.raises(RankError, match=r"SpecError: backward\(create_graph=True\) was called over replicas") as told:
         ranks.run_cell("own_loop_ranks.apart_after_loop('kept as a graph', {'dp_replicate': 2})", timeout_s=60)
     assert sorted(told.value.errors) == [0, 1]

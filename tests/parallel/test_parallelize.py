@@ -1,4 +1,4 @@
-"""One call lays a model out over a mesh: losses, every gradient, their norm and AdamW's steps are the whole model's."""
+"""One call lays a model out over a mesh: losses, gradients, their norm and AdamW's steps equal the whole model's."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from detrain_nb.parallel.replicated import averaged
 from .models import GPT
 from .sampled import one_in
 
-# Relative for gradients and their norm (3e-6 and 5e-7 were measured), absolute for losses. AdamW makes whole steps, of
-# 1e-2, of gradients that are next to nothing: after it parameters were 1.1e-4 apart, and gradients 5e-5.
+# Relative for gradients and their norm (measured: 3e-6 and 5e-7), absolute for losses. AdamW takes full steps of 1e-2
+# even for gradients that are almost zero: afterwards parameters differed by 1.1e-4, and gradients by 5e-5.
 CLOSE = {"loss": 3e-6, "gradient": 1e-5, "later gradient": 3e-4, "norm": 3e-6, "parameter": 5e-4}
 
-CLOSE_NUMBERS = 1e-5  # relative; of what a Trainer says
+CLOSE_NUMBERS = 1e-5  # relative; for the numbers of a Trainer
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +75,7 @@ def test_two_ranks(two_ranks: Session, axes: dict[str, int], options: dict[str, 
         pytest.param({"pp": 2, "dp_replicate": 2}, "1F1B", marks=pytest.mark.thorough),
         *[({"pp": 2, "dp_shard": 2}, schedule) for schedule in ("1F1B", "InterleavedZeroBubble", "DualPipeV")],
         *[({"pp": 2, "tp": 2}, schedule) for schedule in ("1F1B", "Interleaved1F1B", "ZBVZeroBubble")],
-        *[  # each of these schedules stands above on the other axis
+        *[  # each of these schedules is tested above on the other axis
             pytest.param({"pp": 2, axis: 2}, schedule, marks=pytest.mark.thorough)
             for axis, schedules in {
                 "dp_shard": ("Interleaved1F1B", "ZBVZeroBubble"),
@@ -87,7 +87,7 @@ def test_two_ranks(two_ranks: Session, axes: dict[str, int], options: dict[str, 
     ],
 )
 def test_four_ranks(four_ranks: Session, axes: dict[str, int], schedule: str) -> None:
-    """A head that is the embedding: the first and the last stage have it, on one rank or on two."""
+    """The head is the embedding, so the first and the last stage both have it, on one rank or on two."""
     require_close(four_ranks, axes, schedule=schedule, is_tied=True)
     if schedule == "1F1B" and "pp" in axes:
         require_close(four_ranks, axes, is_tied=False, layers=4)
@@ -125,7 +125,7 @@ def test_compiled_blocks(two_ranks: Session, axes: dict[str, int]) -> None:
 
 @pytest.mark.parametrize("axis, told", [("pp", "was laid out in stages before"), ("dp_shard", "is already laid out")])
 def test_cell_that_lays_a_trained_model_out_once_more_loses_nothing(two_ranks: Session, axis: str, told: str) -> None:
-    """Each rank has trained its own part, and the values of the first rank would take the place of the others'."""
+    """Each rank has trained its own part; a second layout would replace the others' values by the first rank's."""
     two_ranks.run_cell(
         "import torch\nfrom torch import nn\nfrom detrain_nb import parallel as par\n"
         "model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))\n"
@@ -149,7 +149,7 @@ def test_three_axes_on_eight_ranks(eight_ranks: Session) -> None:
 
 
 def require_same_numbers(session: Session, axes: dict[str, int], folder: Path, **options: Any) -> None:
-    """Losses, gradient norms and evaluations of a Trainer: on every rank those of one process."""
+    """Check that losses, gradient norms and evaluations of a Trainer equal those of one process, on every rank."""
     given = "".join(f", {name}={value!r}" for name, value in options.items())
     found = session.run_cell(f"mixed_ranks.fit({axes}, {str(folder)!r}{given})", timeout_s=90).values
     for laid_out, whole in found.values():
@@ -162,7 +162,7 @@ def require_same_numbers(session: Session, axes: dict[str, int], folder: Path, *
 
 @pytest.mark.slow
 def test_stages_of_parts_train_and_evaluate_like_one_process(four_ranks: Session, tmp_path: Path) -> None:
-    """The call as the documents have it; evaluations have batches that do not divide by the microbatches."""
+    """The call is that of the documentation; evaluation batches are not divisible by the number of microbatches."""
     options = {"pp": "auto", "tp": "auto", "fsdp": True, "schedule": "1F1B", "num_microbatches": 8}
     require_same_numbers(four_ranks, {"pp": 2, "tp": 2}, tmp_path, **options)
 
@@ -180,7 +180,7 @@ def test_sequence_and_classes_in_parts_train_and_evaluate_like_one_process(
 
 @pytest.mark.slow
 def test_memory_of_a_rank_is_its_part(four_ranks: Session) -> None:
-    """Bytes of parameters, and of AdamW's two moments: shards have a quarter, stages what they hold."""
+    """Bytes of parameters and of AdamW's two moments: a shard has a quarter, a stage has what it holds."""
     whole, state = four_ranks.run_cell("mixed_ranks.bytes_here({'dp_replicate': 4}, fsdp=False)").values[0]
     assert state == 2 * whole
     for axes in ({"dp_shard": 4}, {"dp_replicate": 2, "dp_shard": 2}, {"pp": 2, "dp_shard": 2}):
@@ -196,7 +196,7 @@ def test_memory_of_a_rank_is_its_part(four_ranks: Session) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("axes", [{"dp_shard": 2, "tp": 2}, {"pp": 2, "tp": 2}], ids="x".join)
 def test_memory_of_a_rank_with_parts_of_layers_is_what_the_plan_says(four_ranks: Session, axes: dict[str, int]) -> None:
-    """What the plan cuts is there in parts, all else on both ranks of a row; shards and stages share that."""
+    """The plan's parameters are held in parts, all others on both ranks of a row. Shards and stages divide these."""
     model = GPT(layers=4)
     layouts = par.tp_plan(model, torch.zeros(2, 16, dtype=torch.long), tp=2).layouts
     whole = sum(parameter.nbytes for parameter in model.parameters())
@@ -297,7 +297,7 @@ def test_norm_that_would_turn_gradients_round_is_refused(max_norm: str) -> None:
 
 
 def test_ddp_beside_a_zero_bubble_schedule_is_refused(two_ranks: Session) -> None:
-    """Four ranks are not needed to hear it."""
+    """The check runs in one process, so four ranks are not needed."""
     from detrain_nb.parallel.data_parallel import _why_not_ddp
     from detrain_nb.parallel.stages.schedules import find_schedule
 
@@ -320,7 +320,7 @@ def test_ddp_beside_a_zero_bubble_schedule_is_refused(two_ranks: Session) -> Non
 def test_ddp_that_was_asked_for_is_refused_on_all_ranks(
     four_ranks: Session, axes: dict[str, int], options: Any, reason: str
 ) -> None:
-    """With the reason, and nobody is left waiting for another."""
+    """The error has the reason, and no rank is left waiting."""
     code = f"mixed_ranks.lay_out(mixed_ranks.Small(), {axes}, fsdp=False, **{options})"
     with pytest.raises(RankError, match=f"DDP was asked for, but .*{reason}") as caught:
         four_ranks.run_cell(code, timeout_s=30)
@@ -359,7 +359,7 @@ def test_optimizer_may_be_made_after_an_evaluation_of_stages_of_shards(four_rank
 
 @pytest.mark.parametrize("way", one_in(2, ["any", "nonzero", "list", "batch"]))
 def test_experts_in_the_model_itself_have_rows_on_some_replicas_alone(two_ranks: Session, way: str) -> None:
-    """Gathered each by itself, as layers are, they would be waited for on one rank."""
+    """If FSDP2 gathered each of them separately, as it does layers, the rank that has rows would wait for the other."""
     code = f"mixed_ranks.apart_from_whole(mixed_ranks.Routed({way!r}), {{'dp_shard': 2}})"
     for apart in two_ranks.run_cell(code, timeout_s=60).values.values():
         assert apart < 1e-4
@@ -391,7 +391,7 @@ def test_experts_in_a_stage_itself(four_ranks: Session) -> None:
 @pytest.mark.parametrize("axes", [{"dp_replicate": 2}, {"dp_shard": 2}])
 @pytest.mark.parametrize("model", ["Branches", "Repeated"])
 def test_branches_and_layers_that_repeat(two_ranks: Session, axes: dict[str, int], model: str) -> None:
-    """A layer that one replica does not use has a gradient there all the same, and its own."""
+    """A layer that one replica does not use still has the right gradient there."""
     found = two_ranks.run_cell(f"mixed_ranks.apart_from_whole(mixed_ranks.{model}(), {axes})", timeout_s=60).values
     assert max(found.values()) < 1e-5
 
@@ -423,7 +423,7 @@ def test_gradients_are_what_they_were_when_an_average_of_new_ones_fails() -> Non
     before = [parameter.grad for parameter in parameters]
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        # Gloo takes the first, and not the other's type.
+        # Gloo can average the first parameter, but not the dtype of the second.
         with pytest.raises(RuntimeError, match="scalar type"), averaged(parameters, [dist.group.WORLD]):
             for parameter in parameters:
                 parameter.grad = torch.ones_like(parameter)

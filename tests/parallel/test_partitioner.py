@@ -1,4 +1,4 @@
-"""Which units make which stage: against all splits that there are."""
+"""The assignment of units to stages, compared with all possible splits."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TIMES = st.integers(0, 20).map(lambda tenths: tenths / 10)
 
 
 def make_profile(*units: tuple[tuple[str, ...], int, int], parameter_bytes: int = 100) -> ModelProfile:
-    """Units as (parameters, saved bytes, input bytes)."""
+    """Return a profile of units given as (parameters, saved bytes, input bytes)."""
     made = [
         Unit(f"m{index}" if index else None, 0.0, 0, saved, size, names)
         for index, (names, saved, size) in enumerate(units)
@@ -35,7 +35,7 @@ def plain(count: int) -> ModelProfile:
 
 
 def cost(found: Partition) -> float:
-    """What is optimised: the slowest stage, or nothing where one does not fit."""
+    """Return what is optimised: the time of the slowest stage, or infinity if a stage does not fit."""
     return max(found.stage_s) if found.fits else math.inf
 
 
@@ -62,9 +62,9 @@ def problems(draw: st.DrawFn) -> tuple[ModelProfile, list[float], list[StageNode
 
 
 def enumerate_all(profile: ModelProfile, times: list[float], nodes: list[StageNode], is_free: bool) -> float:
-    """The best cost of all orders and bounds, with sums taken anew for each, of those whose stages have parameters.
+    """Return the best cost over all orders and bounds, with sums computed from scratch.
 
-    Where there is none, of all.
+    Only splits whose stages all have parameters count, or all splits if no such split fits.
     """
     best = {True: math.inf, False: math.inf}
     for order in itertools.permutations(nodes) if is_free else [tuple(nodes)]:
@@ -105,7 +105,7 @@ def test_no_split_is_better(problem: tuple[ModelProfile, list[float], list[Stage
 
 
 def test_stage_without_parameters_is_made_only_where_there_is_no_other() -> None:
-    """The quickest split of three would have the last unit alone; of four each has a stage."""
+    """The fastest split into three stages would leave the last unit alone; with four each unit has a stage."""
     profile = make_profile((("a",), 0, 8), (("b",), 0, 8), (("c",), 0, 8), ((), 0, 8))
     assert partition(profile, 3, times_s=[1, 1, 1, 3]).bounds == (0, 1, 2, 4)
     assert partition(profile, 4, times_s=[1, 1, 1, 3]).bounds == (0, 1, 2, 3, 4)
@@ -129,7 +129,7 @@ def test_what_is_said_of_a_split() -> None:
 
 
 class WithUnused(nn.Module):
-    """Four layers; the third has a matrix that no forward needs, the model a vector, and one that is frozen."""
+    """Four layers; the third has an unused matrix, and the model an unused vector and a frozen one."""
 
     def __init__(self, unused: int) -> None:
         super().__init__()
@@ -146,7 +146,10 @@ class WithUnused(nn.Module):
 
 @pytest.mark.parametrize("stages", [2, 4])
 def test_parameters_that_nobody_uses_count_where_a_dry_run_has_them(stages: int) -> None:
-    """By hand: 4 bytes each, and twice that for Adam where they are trained; no gradient. The root is in stage 0."""
+    """Expected by hand: 4 bytes for each value, and 8 for Adam if it is trained; no gradient.
+
+    The root is in stage 0.
+    """
     with_them, without = WithUnused(100), WithUnused(0)
     x = torch.zeros(2, 64)
     added = [0] * stages

@@ -1,4 +1,4 @@
-"""Timelines against the bubbles that are known of schedules, and pictures that are drawn."""
+"""Timelines, compared with the known bubbles of schedules, and pictures drawn from them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .models import GPT
 
 @pytest.mark.parametrize("ranks, count", [(2, 4), (4, 8), (4, 16)])
 def test_bubbles_are_those_of_the_papers(ranks: int, count: int) -> None:
-    """(p - 1) / (m + p - 1) of GPipe and 1F1B; with v stages on a rank (p - 1) / (v m + p - 1)."""
+    """The bubble of GPipe and 1F1B is (p - 1) / (m + p - 1); with v stages on a rank it is (p - 1) / (v m + p - 1)."""
     for name, works in {"GPipe": count, "1F1B": count, "Interleaved1F1B": 2 * count, "LoopedBFS": 2 * count}.items():
         known = pytest.approx((ranks - 1) / (works + ranks - 1))
         assert timeline(name, ranks, count).bubble == known

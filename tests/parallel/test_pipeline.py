@@ -1,4 +1,4 @@
-"""Batches through stages on real ranks, against the whole model: losses, every gradient, outputs, in any order."""
+"""Batches through stages on real ranks, compared with the whole model: losses, gradients, outputs, in any order."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_every_schedule_gives_the_whole_models_losses_gradients_and_outputs(
 
 @pytest.mark.slow
 def test_page_of_the_docs_does_what_it_says(session: Session, capsys: pytest.CaptureFixture[str]) -> None:
-    """Its examples run, and show what it says."""
+    """The examples in docs/parallel.md run, and print what the page says."""
     page = (Path(__file__).parents[2] / "docs/parallel.md").read_text(encoding="utf-8")
     first, second, third, fourth, described, viewed = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     result = session.run_cell(first.replace("%%distributed\n", "") + "loss is None, float(loss or 0)")
@@ -70,11 +70,11 @@ def test_page_of_the_docs_does_what_it_says(session: Session, capsys: pytest.Cap
     assert "512 ranks" in capsys.readouterr().out
     session.run_cell(described.removeprefix("%%rank 0\n"), ranks=[0])
     exec(viewed, {"session": session})
-    session.run_cell("del mesh, pipeline")  # others of this module are told which names hold groups
+    session.run_cell("del mesh, pipeline")  # messages in other tests list the names that hold groups
 
 
 def test_other_cuts_on_a_rank_are_told(session: Session) -> None:
-    """Both would run, and train a model that nobody has written."""
+    """Both cuts would run, and train a model that the user has not written."""
     with pytest.raises(RankError, match=r"cut at h\.2 on rank 1, but at h\.1 on rank 0: take"):
         session.run_cell(
             "from detrain_nb import parallel as par\n"
@@ -88,7 +88,7 @@ def test_loss_that_is_a_sum(session: Session) -> None:
 
 
 def test_optimizer_keeps_tied_parameters_equal(session: Session) -> None:
-    """AdamW makes whole steps, of 1e-3, of gradients that are next to nothing: hence the tolerance."""
+    """AdamW takes full steps of 1e-3 even for gradients that are almost zero; hence the tolerance."""
     assert max(session.run_cell("on_ranks.optimize_gpt()").values.values()) < 5e-5
 
 
@@ -98,12 +98,12 @@ def test_tied_parameters_begin_equal(session: Session) -> None:
 
 @pytest.mark.parametrize("rows", [6, 8])
 def test_keywords_and_what_is_not_of_the_batch_reach_every_stage(session: Session, rows: int) -> None:
-    """With 8 rows the mask looks like a part of the batch; the example says that it is none."""
+    """With 8 rows the mask has the size of the batch; the example shows that it is not part of it."""
     assert max(session.run_cell(f"on_ranks.use_masks({rows})", timeout_s=30).values.values()) < CLOSE
 
 
 def test_stage_without_parameters_is_told_where_it_is_made(session: Session) -> None:
-    """By itself none is made, where there is another split."""
+    """The automatic split makes no such stage if there is another split."""
     assert session.run_cell("on_ranks.stages_without(None)").values == {0: [], 1: []}
     first, second = session.run_cell("on_ranks.stages_without(['3'])").values.values()
     assert not first and [each.partition(", but")[0] for each in second] == ["stage 1 (from 3 on) has no parameters"]
@@ -132,7 +132,7 @@ def test_shape_that_cannot_be_foreseen_is_told_before_it_is_sent(session: Sessio
 
 
 def test_tensor_without_values_is_told_before_it_is_sent(session: Session) -> None:
-    """torch takes it to be sent, and the next stage waits."""
+    """torch would count it as sent, and the next stage would wait."""
     with pytest.raises(RankError, match=r"stage 0 returned a fake tensor, which has no values to send"):
         session.run_cell("on_ranks.send_fake()")
 
@@ -177,7 +177,7 @@ LINEARS = ("linear",) * 4
     ],
 )
 def test_views_and_gradients_in_other_layouts_cross_a_boundary(session: Session, schedule: str, kind: str) -> None:
-    """What a stage gives is no contiguous tensor, nor is the gradient of what it got."""
+    """A stage's output is not contiguous, and neither is the gradient of its input."""
     kinds = (kind,) * (2 if schedule == "1F1B" else 4)
     found = session.run_cell(f"on_ranks.train_at_edges(on_ranks.turns(*{kinds}), {schedule!r})", timeout_s=30).values
     assert sorted(name[0] for names, _ in found.values() for name in names if "weight" in name) == list(
@@ -196,7 +196,10 @@ def test_views_and_gradients_in_other_layouts_cross_a_boundary(session: Session,
     ],
 )
 def test_stage_may_be_a_view_alone(session: Session, kinds: tuple[str, ...], schedule: str) -> None:
-    """Without parameters, of what came in: as the last stage too, and as both stages of a rank."""
+    """The stage has no parameters and returns a view of its input.
+
+    It may be the last stage, or both stages of a rank.
+    """
     found = session.run_cell(f"on_ranks.train_at_edges(on_ranks.turns(*{kinds}), {schedule!r})", timeout_s=30).values
     trained = sorted(name for names, _ in found.values() for name in names if "weight" in name)
     assert trained == [f"{index}.linear.weight" for index, kind in enumerate(kinds) if kind == "linear"]
@@ -216,12 +219,12 @@ def test_first_stages_may_be_frozen(session: Session, schedule: str, num_stages:
 
 
 def test_stage_that_begins_with_dropout_evaluates(session: Session) -> None:
-    """There dropout gives what it got, and so does an identity."""
+    """In evaluation dropout returns its input, as an identity does."""
     assert max(session.run_cell("on_ranks.evaluate_at_dropout()", timeout_s=30).values.values()) < 1e-6
 
 
 def test_dropout_of_stages_is_drawn_as_of_the_whole_model_in_microbatches(session: Session) -> None:
-    """Stages one after the other in one process draw what the whole model does: equal to the bit."""
+    """Stages that run in sequence in one process draw what the whole model draws, equal to the bit."""
     found = session.run_cell("on_ranks.drop()", timeout_s=30).values
     assert found[0] == found[1] == (0.0, 0.0, True)
 
@@ -232,7 +235,7 @@ FAILED = "rank 1 failed with ValueError: no loss today"
 
 
 class Watcher(CellObserver):
-    """Sees who is waited for, and presses stop when somebody has failed."""
+    """Records the reports of waiting, and interrupts the cell once a rank has failed."""
 
     def __init__(self) -> None:
         self.reports: list[str] = []
@@ -245,13 +248,16 @@ class Watcher(CellObserver):
 
 @pytest.fixture
 def failing(session: Session) -> Iterator[Session]:
-    """Has ``stages`` whose loss fails on rank 1. After the test, with new groups, other stages work as ever."""
+    """Yield a session with ``stages`` whose loss fails on rank 1.
+
+    After the test other stages, with new groups, must work as before.
+    """
     hang_s, session.settings.hang_s = session.settings.hang_s, 0.5
     try:
         session.run_cell("stages = on_ranks.fail_on_the_last()")
         yield session
     finally:
-        session.settings.hang_s = hang_s  # modules share these ranks
+        session.settings.hang_s = hang_s  # other test modules share these ranks
     assert max(session.run_cell("on_ranks.use_masks(6)", timeout_s=30).values.values()) < CLOSE
 
 
@@ -269,7 +275,7 @@ def test_error_of_a_rank_is_told_where_the_other_waits_for_it_in_vain(failing: S
 
 
 def test_error_of_a_rank_is_shown_when_the_wait_for_it_is_stopped(failing: Session) -> None:
-    """Before that, who waits is told beside who failed."""
+    """Before the interrupt, the report names the waiting rank and the failed one."""
     watcher = Watcher()
     with pytest.raises(CellInterrupted) as caught:
         failing.run_cell("stages.train_step(on_ranks.draw(8, 8), on_ranks.draw(8, 8))", observer=watcher, timeout_s=30)
@@ -306,7 +312,7 @@ def test_error_of_a_rank_ends_the_cell_when_the_other_can_only_wait_for_it(
     ],
 )
 def test_what_is_waited_for_in_vain_has_a_name(session: Session, schedule: str, num_stages: int, awaited: str) -> None:
-    """Where nobody frees the rank its wait ends with the time that messages of the group may take."""
+    """Without an interrupt the wait ends with the group's timeout."""
     told = session.run_cell(f"on_ranks.wait_in_vain({schedule!r}, {num_stages}, 1)", timeout_s=100).values
     assert told[1] == "ValueError: no loss today"
     assert re.match(rf"RuntimeError: {awaited} on rank 1 for \d+\.\d s, without success: that rank failed", told[0])

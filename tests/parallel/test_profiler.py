@@ -1,4 +1,4 @@
-"""What a model costs and where it can be cut, against what can be counted by hand, or measured on a real pass."""
+"""What a model costs and where it can be cut, compared with counts by hand or with a real pass."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ TOKENS = torch.zeros(2, 16, dtype=torch.long)
 
 
 def measure_saved_bytes(model: nn.Module, *args: Tensor) -> int:
-    """What autograd really keeps, parameters left out."""
+    """Return the bytes that autograd keeps in a real pass, parameters excluded."""
     parameters = {tensor.untyped_storage().data_ptr() for tensor in model.parameters()}
     kept: dict[int, Tensor] = {}
 
@@ -66,7 +66,7 @@ def test_layers_one_after_another() -> None:
 
 
 class GroupedRows(nn.Module):
-    """As mixtures of experts of transformers compute them: the rows of each expert one after another."""
+    """A grouped matrix product as in transformers' mixtures of experts: rows are sorted by expert."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -139,7 +139,7 @@ def test_no_cut_where_a_checkpoint_notes_no_gradients() -> None:
 
 
 def test_no_cut_where_two_tensors_are_alive() -> None:
-    assert profile(UNet(), torch.zeros(3, 8)).cuts == ("mid1", "up", "out")  # what comes into mid1 is the skip itself
+    assert profile(UNet(), torch.zeros(3, 8)).cuts == ("mid1", "up", "out")  # the input of mid1 is the skip itself
 
 
 def test_skip_around_a_block_does_not_hinder_a_cut() -> None:
@@ -206,7 +206,7 @@ print(json.dumps({
 
 @pytest.mark.slow
 def test_llama_of_70_billion_parameters_costs_no_memory_to_profile() -> None:
-    """Where 282 GB of float32 would be: 41 MB were measured, and 3 s, which benchmarks/ looks at."""
+    """In float32 the weights would take 282 GB; profiling took 41 MB and 3 s. benchmarks/ tracks the time."""
     pytest.importorskip("transformers")
     ended = subprocess.run([sys.executable, "-c", LLAMA_70B], capture_output=True, text=True, timeout=100, check=True)
     found = json.loads(ended.stdout)
@@ -245,7 +245,7 @@ def test_model_that_looks_at_values_runs_once_and_stays_as_it_was() -> None:
     "model, inputs", [(GPT(), TOKENS), (LooksAtValues(), torch.ones(2, 4))], ids=["without memory", "run for real"]
 )
 def test_tensors_of_the_pass_are_gone_afterwards(model: nn.Module, inputs: Tensor) -> None:
-    """Those of the first one too, with nothing kept for each model; what torch keeps is there after any other."""
+    """Also those of the first pass, and nothing is kept for each model. Other models have filled torch's caches."""
 
     def count() -> int:
         gc.collect()
@@ -404,7 +404,7 @@ def test_torchscript_is_told() -> None:
 
 
 def test_tensors_say_that_they_are_where_the_batch_is() -> None:
-    """Autocast of a GPU asks them; what could be computed with them is not, where there is none."""
+    """Autocast on a GPU reads the device. Without a GPU, operators that could be computed are not."""
 
     class Asks(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:
@@ -415,7 +415,7 @@ def test_tensors_say_that_they_are_where_the_batch_is() -> None:
 
 
 class PassesOn(nn.Module):
-    """Inside of a module that gives what it was given, nothing is differentiated; behind it somebody writes into it."""
+    """A module returns its argument while gradients are off; afterwards the model writes into it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -476,7 +476,7 @@ def test_layers_that_are_mapped_over_rows_are_no_cuts() -> None:
 @pytest.mark.parametrize("rows", [1, 16])
 @pytest.mark.parametrize("way", ["any", "nonzero", "list", "batch"])
 def test_blocks_that_the_model_chooses_by_values_are_told(way: str, rows: int) -> None:
-    """Also those that the example has no rows for; they are where they would have run."""
+    """This includes blocks that the example has no rows for; they are placed where they would have run."""
     found = profile(Routed(way), torch.randn(rows, 8, generator=torch.Generator().manual_seed(1)))
     assert sorted(found.block_use.chosen) == ["experts.0", "experts.1", "experts.2"]
     (unit,) = (unit for unit in found.units if "experts.0" in unit.modules)
@@ -484,7 +484,7 @@ def test_blocks_that_the_model_chooses_by_values_are_told(way: str, rows: int) -
 
 
 class Looking(nn.Module):
-    """All its layers run, whatever it looks at."""
+    """All its layers run, whichever values it reads."""
 
     def __init__(self, way: str) -> None:
         super().__init__()
@@ -492,10 +492,10 @@ class Looking(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         mask = x > 0
-        if self.way == "mask" and not mask.all():  # once, before all of them
+        if self.way == "mask" and not mask.all():  # read once, before all of them
             x = x * mask
         for layer in self.layers:
-            if self.way == "drops" and torch.rand(()) < 0.0:  # replicas draw the same
+            if self.way == "drops" and torch.rand(()) < 0.0:  # replicas draw the same number
                 continue
             x = layer(x)
         if self.way == "behind" and x.sum() > 0:
@@ -505,7 +505,7 @@ class Looking(nn.Module):
 
 @pytest.mark.parametrize("way", ["inside", "mask", "drops", "behind"])
 def test_blocks_that_all_run_are_not_told(way: str) -> None:
-    """Whatever is looked at inside of them, behind them, or once for all of them."""
+    """Values may be read inside of the blocks, after them, or once for all of them."""
     model, shape = (Experts(), (2, 6, 8)) if way == "inside" else (Looking(way), (4, 8))
     assert not profile(model, torch.randn(shape)).block_use.chosen
 
@@ -522,7 +522,7 @@ def test_blocks_behind_a_look_of_a_model_without_values_are_told() -> None:
 
 
 class WithNone(nn.Module):
-    """Its last block has no other one beside it, as transformers' Informer has it."""
+    """Its last block has no counterpart in the second list, as in transformers' Informer."""
 
     def __init__(self) -> None:
         super().__init__()

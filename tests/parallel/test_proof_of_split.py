@@ -1,4 +1,4 @@
-"""Models whose parts hand something on past their arguments: a split of them is right, or refused with the reason."""
+"""Models whose parts pass something on other than by arguments: a split is right, or refused with the reason."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Doubling(nn.Linear):
 
 
 class Passing(nn.Linear):
-    """A layer whose call is its own, and changes nothing."""
+    """A layer that overrides ``__call__``, and changes nothing."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
         result: Tensor = super().__call__(*args, **kwargs)
@@ -36,7 +36,7 @@ def layers(kind: type[nn.Linear] = nn.Linear) -> nn.Sequential:
 
 
 def doubling(*places: int) -> nn.Module:
-    """With such layers at ``places``."""
+    """Return layers with a `Doubling` one at each of ``places``."""
     model = layers()
     for place in places:
         model[place] = Doubling(8, 8)
@@ -44,7 +44,7 @@ def doubling(*places: int) -> nn.Module:
 
 
 class Switching(nn.Linear):
-    """A layer behind which gradients are noted, or not."""
+    """A layer that switches gradients on or off for the code after it."""
 
     is_on = True
 
@@ -55,7 +55,7 @@ class Switching(nn.Linear):
 
 
 def switching() -> nn.Module:
-    """Behind the first layer no gradient is noted, until the last one has run."""
+    """Return a model whose gradients are off from the first layer's output until the last layer has run."""
     model = layers()
     model[0], model[3] = Switching(8, 8), Switching(8, 8)
     model[0].is_on = False  # type: ignore[assignment]
@@ -63,7 +63,7 @@ def switching() -> nn.Module:
 
 
 def keeping() -> nn.Module:
-    """A hook of one layer looks at a value, for a hook of a later one."""
+    """Return a model in which a hook reads a value for a hook of a later layer."""
     model, kept = layers(), list[float]()
     model[0].register_forward_hook(lambda module, args, output: kept.append(output.mean().item()))
     model[2].register_forward_pre_hook(lambda module, args: (args[0] * kept.pop(),))
@@ -71,7 +71,7 @@ def keeping() -> nn.Module:
 
 
 def passing_on() -> nn.Module:
-    """A hook of one layer keeps a tensor for a hook of a later one."""
+    """Return a model in which a hook keeps a tensor for a hook of a later layer."""
     model, kept = layers(), dict[str, Tensor]()
     model[0].register_forward_hook(lambda module, args, output: kept.update(mean=output.mean()))
     model[2].register_forward_pre_hook(lambda module, args: (args[0] * kept["mean"],))
@@ -82,7 +82,7 @@ LENT: list[nn.Module] = []
 
 
 def borrowing() -> nn.Module:
-    """A hook computes with another layer, which a global has."""
+    """Return a model in which a hook computes with another layer, from a global."""
     model = layers()
     LENT[:] = [model[0]]
     model[2].register_forward_pre_hook(lambda module, args: (args[0] + LENT[0](args[0]),))
@@ -90,7 +90,7 @@ def borrowing() -> nn.Module:
 
 
 def twice_counting() -> nn.Module:
-    """A hook of one layer counts for a hook of another one."""
+    """Return a model in which the hooks of two layers advance the same counter."""
     model, count = layers(), itertools.count(1)
     model[0].register_forward_hook(lambda module, args, output: output * next(count))
     model[2].register_forward_hook(lambda module, args, output: output * next(count))

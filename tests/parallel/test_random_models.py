@@ -1,4 +1,4 @@
-"""Random small models, cut at random places: equal to the whole, or refused."""
+"""Random small models, cut at random places: equal to the whole model, or refused."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class Looks(nn.Module):
         return x if x.sum() > 0 else 2 * x
 
 
-# What may stand in a chain: a module of its own, or something that the model's own code does.
+# A chain consists of modules and of steps in the model's own code.
 MODULES: dict[str, Any] = {
     "linear": lambda: nn.Linear(SIZE, SIZE),
     "frozen": lambda: nn.Linear(SIZE, SIZE).requires_grad_(False),
@@ -105,7 +105,7 @@ PLAIN = ["skip", "skip, computed again", "linear", "convolution", "layer norm", 
 
 
 class Chain(nn.Module):
-    """One thing after the other, as ``kinds`` say."""
+    """Runs the steps named by ``kinds`` in sequence."""
 
     def __init__(self, kinds: list[str]) -> None:
         super().__init__()
@@ -153,7 +153,7 @@ class Chain(nn.Module):
                 part[..., 1:5] = x
             elif kind == "read it":
                 x = x + part[..., :SIZE]
-            elif kind == "look" and x.sum() > 0.123:  # after a BatchNorm it is 0, but for rounding
+            elif kind == "look" and x.sum() > 0.123:  # after a BatchNorm the sum is 0, except for rounding
                 x = 0.5 * x
         return x
 
@@ -168,7 +168,7 @@ def make_inputs(rows: int) -> dict[str, Tensor]:
 
 
 def assert_close(result: Tensor | None, expected: Tensor | None, name: str) -> None:
-    """In double precision, as a boundary is made contiguous, and sums may be taken in another order then."""
+    """Compare in double precision: a boundary is made contiguous, which may change the order of sums."""
     torch.testing.assert_close(result, expected, rtol=1e-9, atol=1e-12, msg=name)
 
 
@@ -179,7 +179,7 @@ def run(kinds: list[str], data: st.DataObject) -> None:
     try:
         expected = whole(**copy.deepcopy(other))
         expected.square().sum().backward()
-    except RuntimeError:  # it writes where torch lets no model write
+    except RuntimeError:  # it writes in place where torch does not allow it
         reject()
     known = profile(model, inputs)
     cuts = data.draw(st.lists(st.sampled_from(known.cuts), unique=True) if known.cuts else st.just([]), label="cuts")
@@ -187,7 +187,7 @@ def run(kinds: list[str], data: st.DataObject) -> None:
     found = split(model, inputs, at=cuts, profile_of_model=known)
     result = found.stage(0)(**copy.deepcopy(other))
     for index in range(1, found.num_stages):
-        result = found.stage(index)(result, **copy.deepcopy(other))  # each rank has inputs of its own
+        result = found.stage(index)(result, **copy.deepcopy(other))  # each rank has its own copy of the inputs
     assert_close(result, expected, "output")
     result.square().sum().backward()
     for (name, parameter), (_, reference) in zip(model.named_parameters(), whole.named_parameters()):
@@ -202,7 +202,7 @@ def run(kinds: list[str], data: st.DataObject) -> None:
         split(model, inputs, len(known.units) + 1, profile_of_model=known)
 
 
-# A few kinds for each chain, so that those meet which belong together.
+# A few kinds for each chain, so that those that belong together meet.
 SOME = st.lists(
     st.sampled_from([*MODULES, *CODE, ("write a part", "read it"), ("remember", "add remembered")]), min_size=1
 )
@@ -235,7 +235,7 @@ def test_plain_chain_is_cut_before_every_block(kinds: list[str]) -> None:
 
 @pytest.mark.parametrize("kind", ["skip", "skip, computed again"])
 def test_a_skip_over_a_turned_tensor_is_cut(kind: str) -> None:
-    """The stage gets it as it lies in memory then, for the skip too; a checkpoint has saved a view of zeros."""
+    """The stage receives the tensor in its memory layout, for the skip too. A checkpoint has saved a view of zeros."""
     torch.manual_seed(0)
     model, inputs = Chain(["linear", "turn", kind, "linear"]).double(), make_inputs(3)
     whole = copy.deepcopy(model)

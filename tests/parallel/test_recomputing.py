@@ -1,4 +1,4 @@
-"""Activations that are computed again, and blocks that are compiled: not only the same numbers, but that it happens."""
+"""Recomputed activations and compiled blocks: the numbers are right, and recomputing and compiling do happen."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ def session(two_ranks: Session) -> Session:
 
 @pytest.mark.parametrize("axes", AXES, ids=str)
 def test_what_is_computed_again_is_not_kept(session: Session, axes: dict[str, int]) -> None:
-    """Four blocks with four matrix products each, two microbatches of two blocks with "pp".
+    """Four blocks have four matrix products each; with "pp" there are two microbatches of two blocks.
 
-    "full" runs all again but the last product of a block, whose output nobody asks for; "selective" no product, and
-    everything else. Of what is kept in memory the first frees two thirds, and the other a fifth.
+    "full" recomputes all but the last product of a block, whose output is not needed. "selective" recomputes everything
+    but the products. Of the bytes kept, "full" frees two thirds and "selective" a fifth.
     """
     none, selective, full = (
         session.run_cell(f"recomputing_ranks.step({axes}, {activations!r})", timeout_s=30).values
@@ -46,7 +46,7 @@ def test_what_is_computed_again_is_not_kept(session: Session, axes: dict[str, in
     for rank in range(2):
         assert [found[rank]["products"] for found in (none, selective, full)] == [16, 16, 28]
         assert [found[rank]["gelu"] for found in (none, selective, full)] == [4, 8, 8]
-    last = max(none, key=lambda rank: none[rank]["bytes"])  # only there is a loss to look at
+    last = max(none, key=lambda rank: none[rank]["bytes"])  # only this rank computes the loss
     kept = [found[last]["bytes"] for found in (none, selective, full)]
     assert kept[0] > 1.1 * kept[1] and kept[1] > 2 * kept[2] > 0
 
@@ -57,14 +57,14 @@ def test_what_is_computed_again_is_not_kept(session: Session, axes: dict[str, in
     ids=str,
 )
 def test_what_a_forward_writes_is_written_once(session: Session, axes: dict[str, int]) -> None:
-    """All ranks have the same batch: replicas have the mean of it too."""
+    """All ranks have the same batch, so the mean over replicas is the same too."""
     for activations in ("selective", "full"):
         found = session.run_cell(f"recomputing_ranks.write({axes}, {activations!r})", timeout_s=30).values
         assert all(apart < 1e-5 for apart in found.values()), (activations, found)
 
 
 class Recording(nn.Module):
-    """``way``: of keeping something of each run."""
+    """Keeps something of each run; ``way``: how."""
 
     def __init__(self, way: str) -> None:
         super().__init__()
@@ -103,7 +103,7 @@ class Recording(nn.Module):
         elif self.way == "counter":
             self.counts["calls"] += 1
             x = x * self.counts["calls"]
-        elif self.way == "flag":  # back at the end, which a second run does not come to
+        elif self.way == "flag":  # reset at the end, which a recomputation does not reach
             self.is_inside = True
             x = self.linear(x).tanh()
             self.is_inside = False
@@ -143,8 +143,8 @@ def run_twice(way: str, *, activations: str) -> dict[str, Any]:
     model = nn.Sequential(nn.Sequential(*blocks))
     called = Sharding("none", activations=activations).apply(model, is_last=True)
     outputs = [called(torch.full((2, 4), 0.1 * number)) for number in (1, 2)]
-    between = random.random(), float(np.random.rand())  # which a backward pass does not take back
-    torch.stack(outputs).sum().backward()  # the second one's graph may have begun in the first one's
+    between = random.random(), float(np.random.rand())  # draws that a backward pass must not undo
+    torch.stack(outputs).sum().backward()  # the second graph may start in the first one
     drawn = between, random.random(), float(np.random.rand()), [part.own.random() for part in blocks]
     lasts = [getattr(part, "last", 0) for part in blocks]
     kept = [(part.calls, part.kept, [*part.recent], part.counts, part.is_inside, part.log.times) for part in blocks]
@@ -162,7 +162,7 @@ _WAYS = (
 @pytest.mark.parametrize("way", _WAYS)
 @pytest.mark.parametrize("activations", ["selective", "full"])
 def test_second_run_begins_as_the_first_and_leaves_nothing(way: str, activations: str) -> None:
-    """Two microbatches: the second forward runs before the first one does again."""
+    """With two microbatches, the second forward runs before the first one is recomputed."""
     assert run_twice(way, activations=activations) == run_twice(way, activations="none")
 
 
@@ -187,7 +187,10 @@ def test_what_a_second_run_writes_again_is_told(way: str, message: str) -> None:
     "axes", [{"dp_shard": 2}, pytest.param({"tp": 2}, marks=pytest.mark.thorough), {"pp": 2}], ids=str
 )
 def test_blocks_are_compiled_on_every_rank(session: Session, axes: dict[str, int]) -> None:
-    """One graph for all blocks, with gradients and without, as they have one code; and numbers as of the whole."""
+    """All blocks share their code, and so one graph with gradients and one without.
+
+    The numbers are those of the whole model.
+    """
     for apart, frames, graphs in session.run_cell(
         f"recomputing_ranks.compile_blocks({axes}, compile=True)", timeout_s=100
     ).values.values():

@@ -1,4 +1,4 @@
-"""What those that watch a model run have in common: numbers of tensors, hooks on modules."""
+"""Shared parts of the recorders that watch a model run: numbers of tensors, hooks on modules."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from detrain_nb.parallel.recorders import OperatorRecorder, TensorMemo, modules_
 
 
 class Noting(OperatorRecorder[Tensor]):
-    """Which operator has made which tensors, of which."""
+    """Records which operator made which tensors, and from which."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -31,7 +31,7 @@ class Noting(OperatorRecorder[Tensor]):
 def test_tensor_that_is_gone_for_the_code_keeps_its_number() -> None:
     first = torch.ones(3)
     with Noting() as noting:
-        for _ in range(50):  # each would get the id of the one before
+        for _ in range(50):  # unless kept, each would reuse the id of the one before
             first + 1
     assert [made for _, _, made in noting.noted] == [[number] for number in range(1, 51)]
     assert {tuple(read) for _, read, _ in noting.noted} == {(0,)} and noting.kept == noting.new

@@ -1,4 +1,4 @@
-"""Schedules that somebody has written: what is read, what is refused, and what ranks do by them."""
+"""Schedules that the user has written: what is read, what is refused, and how ranks run them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,10 @@ def _one_forward_one_backward() -> list[str]:
 
 
 def _neighbours() -> list[str]:
-    """What torch has no name for: three stages, two of them neighbours on a rank; passes in halves and whole ones."""
+    """Return a schedule that torch has no name for: three stages, two of them neighbours on a rank.
+
+    That rank splits its backward passes into input and weight gradients, the other one does not.
+    """
     first = [f"{stage}F{number}" for number in range(COUNT) for stage in (0, 1)]
     first += [f"{stage}{kind}{number}" for number in range(COUNT) for stage in (1, 0) for kind in "IW"]
     return [",".join(first), ",".join([f"2F{n}" for n in range(COUNT)] + [f"2B{n}" for n in range(COUNT)])]
@@ -62,7 +65,7 @@ def _write(folder: Path, lines: list[str], name: str = "own.csv") -> str:
 def test_written_schedule_gives_the_whole_models_losses_gradients_and_outputs(
     session: Session, name: str, tmp_path: Path
 ) -> None:
-    """Also for the batches of 6 and of 7, which are cut into fewer microbatches than are written."""
+    """This includes batches of 6 and of 7 rows, which are cut into fewer microbatches than the schedule has."""
     lines, num_stages = WRITTEN[name]
     path = _write(tmp_path, lines)
     result = session.run_cell(f"on_ranks.train_gpt({path!r}, {num_stages}, is_tied=True)")
@@ -75,7 +78,7 @@ def test_written_schedule_gives_the_whole_models_losses_gradients_and_outputs(
 
 
 def test_other_file_on_a_rank_is_told(session: Session, tmp_path: Path) -> None:
-    """Both could run, and would wait for each other."""
+    """Each could run by itself, but the ranks would wait for each other."""
     other = _one_forward_one_backward()
     other[0] = "0F0, 0F1, 0F2, 0F3, 0B0, 0B1, 0B2, 0B3"
     paths = _write(tmp_path, other, "first.csv"), _write(tmp_path, _one_forward_one_backward(), "second.csv")
@@ -103,7 +106,7 @@ def test_timeline_and_dry_run_take_it(tmp_path: Path) -> None:
         for schedule in (path, "1F1B")
     ]
     assert "own.csv" in str(found[0])
-    for mine, theirs in zip(found[0].rows, found[1].rows, strict=True):  # torch keeps what it sent for longer
+    for mine, theirs in zip(found[0].rows, found[1].rows, strict=True):  # torch keeps sent tensors longer
         assert (mine.ranks, mine.num_parameters, mine.largest) == (theirs.ranks, theirs.num_parameters, theirs.largest)
         assert mine.total_bytes == pytest.approx(theirs.total_bytes, rel=0.05)
 

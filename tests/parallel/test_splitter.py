@@ -1,4 +1,4 @@
-"""Stages against the whole model: outputs, every gradient, names, and what each of them holds."""
+"""Stages compared with the whole model: outputs, all gradients, names, and what each stage holds."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ TOKENS = torch.randint(0, 97, (2, 16), generator=torch.Generator().manual_seed(0
 
 
 def made(model: nn.Module) -> nn.Module:
-    """With parameters that are the same each time, and no dropout."""
+    """Initialise the parameters with the same values each time."""
     torch.manual_seed(0)
     for parameter in model.parameters():
         nn.init.normal_(parameter, std=0.3)
@@ -75,14 +75,14 @@ def encoder() -> nn.Module:
 
 
 def chain(found: Split, *args: Any, **kwargs: Any) -> Any:
-    """What the stages give one after the other."""
+    """Return the output of the stages, run in sequence."""
     result = found.stage(0)(*args, **kwargs)
     for index in range(1, found.num_stages):
         result = found.stage(index)(result, *args, **kwargs)
     return result
 
 
-# Model, example arguments, those of another batch size, stages.
+# Model, example arguments, arguments of another batch size, number of stages.
 FAMILIES: dict[str, tuple[Any, tuple[Tensor, ...], tuple[Tensor, ...], int]] = {
     "layers": (lambda: nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 3)), (batch(4, 8),), (batch(3, 8),), 3),
     "GPT": (lambda: GPT(layers=3), (TOKENS,), (TOKENS[:1, :9],), 3),
@@ -121,7 +121,7 @@ FAMILIES: dict[str, tuple[Any, tuple[Tensor, ...], tuple[Tensor, ...], int]] = {
 
 @pytest.mark.parametrize("family", one_in(2, FAMILIES))
 def test_stages_compute_what_the_whole_model_does(family: str) -> None:
-    """Of a batch that the split has not seen, then of the one that it has."""
+    """Checked with a batch size that the split has not seen, then with the example's."""
     make, example, other, num_stages = FAMILIES[family]
     model = made(make())
     whole = copy.deepcopy(model)
@@ -167,7 +167,7 @@ def test_hooks_of_the_model_itself_run_on_what_it_is_called_with_and_on_what_it_
 
 
 def test_stages_have_what_a_layer_keeps_in_slots() -> None:
-    model, x = made(WithSlots()), batch(3, 8)  # torch copies no slots, so that there is no whole model to compare with
+    model, x = made(WithSlots()), batch(3, 8)  # torch copies no slots, so there is no whole model to compare with
     torch.testing.assert_close(chain(split(model, x, 2), x), model(x), rtol=0, atol=0)
 
 
@@ -196,7 +196,7 @@ def test_no_cut_goes_through_a_module_with_a_backward_hook(where: str, kind: str
 @pytest.mark.parametrize("is_used", [False, True])
 @pytest.mark.parametrize("number", one_in(2, [-2, 2, 3]))
 def test_what_hooks_collect_has_as_many_parts_as_in_the_whole_model(number: int, is_used: bool) -> None:
-    """Also in a batch of a shape that was met before, and whether the hooks are there when the model is cut or not."""
+    """Also for a batch shape seen before, and whether or not the hooks existed when the model was cut."""
     model, x = made(Collecting(number)), batch(4, 8)
     expected = copy.deepcopy(model)(x)
     if is_used:
@@ -219,7 +219,7 @@ def test_tied_parameters_are_named() -> None:
 
 
 def test_tied_parameter_that_is_read_from_outside_has_each_of_its_names() -> None:
-    """A head that never calls its layer, whose bias is its own: as zeros under one of its names it would count."""
+    """The head reads its layer without calling it: zeros under one of the names would change the output."""
 
     class Head(nn.Module):
         def __init__(self) -> None:
@@ -269,7 +269,7 @@ def test_model_that_rescales_its_weights_does_it_once(is_training: bool) -> None
 def test_stage_that_has_to_run_again_counts_once() -> None:
     model, x = made(Counts()), batch(3, 8)
     stage = split(model, x, at=["second"]).stage(1)
-    received = model.first(x).detach().requires_grad_()  # as a rank gets it: nobody may write into it
+    received = model.first(x).detach().requires_grad_()  # as a rank gets it: stages must not write into it
     result = stage(received, x)
     torch.testing.assert_close(result, model(x), rtol=0, atol=0)
     assert model.calls == 2, "once by the stage, once by the model"
@@ -294,7 +294,7 @@ def test_refusal_says_what_hinders_a_block() -> None:
 
 
 class _AddsLoss(torch.autograd.Function):
-    """Gives a tensor on, and a loss its gradient, as mixtures of experts over stages do."""
+    """Returns a tensor unchanged and gives a loss its gradient, as mixtures of experts over stages do."""
 
     @staticmethod
     def forward(context: Any, x: Tensor, loss: Tensor) -> Tensor:
@@ -306,7 +306,7 @@ class _AddsLoss(torch.autograd.Function):
 
 
 class _Expert(nn.Linear):
-    """Of the losses that it adds to one list for all, keeps, or puts into what it returns."""
+    """Adds its loss to one list for all, keeps it, or attaches it to its output."""
 
     def __init__(self, way: str, losses: list[Tensor]) -> None:
         super().__init__(4, 4)
@@ -377,7 +377,7 @@ def test_containers_with_nothing_in_them_are_copied() -> None:
 
 
 class _Keeps(nn.Module):
-    """Something is kept from one call to the next, in one of several ways."""
+    """Keeps something from one call to the next, in one of several ways."""
 
     def __init__(self, way: str) -> None:
         super().__init__()
@@ -431,7 +431,7 @@ def test_what_a_model_keeps_for_its_next_call_is_in_one_stage(way: str, name: st
 
 
 class _Registered(nn.Module):
-    """Each class of the user's is noted once; its own ``__init_subclass__`` wants to know a kind."""
+    """Registers each subclass once; its ``__init_subclass__`` requires a kind."""
 
     registry: ClassVar[dict[str, type[nn.Module]]] = {}
 
@@ -443,7 +443,7 @@ class _Registered(nn.Module):
 
 
 class _Follows(_Registered, kind="follows"):
-    """Between its layers it reads what it has noted in the call before."""
+    """Reads between its layers what it noted in the previous call."""
 
     def __init__(self, *, keeps: bool) -> None:
         super().__init__()
@@ -470,7 +470,7 @@ def test_classes_made_of_the_users_are_not_shown_to_their_registry() -> None:
 
 
 class _Abstract(abc.ABC, nn.Module):
-    """Objects of a class with another one before nn.Module cannot be of any that is made of it."""
+    """A class with another base before nn.Module: its objects cannot be given a class derived from it."""
 
 
 class _FollowsAbstract(_Abstract, _Follows, kind="abstract"):
@@ -486,7 +486,7 @@ def test_what_is_kept_by_an_abstract_class_is_found(kind: Any) -> None:
 
 
 class _CountsAndWrites(nn.Module):
-    """A stage of it finds out on its way that it writes into what it is given, and runs again."""
+    """A stage of it finds during a run that it writes into its input, and runs again."""
 
     def __init__(self, way: str) -> None:
         super().__init__()
@@ -574,7 +574,7 @@ def test_what_a_layer_writes_and_a_later_one_reads_is_in_one_stage() -> None:
     assert found.hindrances["layers.2"] == "the buffer layers.1.calls is written before it and read after it"
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute")  # torch asks for that of what it compiles
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # torch.compile reads it
 @pytest.mark.parametrize("way", one_in(2, ["in place", "around"]))
 def test_compiled_parts_are_compiled_in_their_stages(way: str) -> None:
     import torch._dynamo
@@ -684,7 +684,7 @@ def test_boundary_is_contiguous_and_no_view() -> None:
 
 
 def test_encoder_with_padding_is_cut_in_its_middle() -> None:
-    """Evaluated, torch would make nested tensors of it from its first layer to its last."""
+    """In evaluation torch would otherwise use nested tensors from its first layer to its last."""
     layer = nn.TransformerEncoderLayer(16, 4, 32, batch_first=True)
     model = nn.TransformerEncoder(layer, 4).eval()
     call = {"src": torch.randn(2, 6, 16), "src_key_padding_mask": torch.arange(6)[None] >= torch.tensor([[4], [6]])}
@@ -755,7 +755,7 @@ WAYS |= {
 
 @pytest.mark.parametrize("way", one_in(4, WAYS))
 def test_what_holds_layers_leads_to_those_of_the_stage(way: str) -> None:
-    """And for the user to the model's: with all gradients, at every cut."""
+    """For the user they still lead to the model's layers. Checked at every cut, with all gradients."""
     model, x = made(WAYS[way]()), batch(3, 8)
     expected = model(x)
     expected.square().mean().backward()
@@ -778,7 +778,7 @@ def test_what_holds_layers_leads_to_those_of_the_stage(way: str) -> None:
 
 
 class OfItsClass(nn.Module):
-    """Calls its last layer by an attribute of its class, which no stage changes."""
+    """Calls its last layer through a class attribute, which stages do not change."""
 
     held: ClassVar[list[nn.Module]] = []
 
@@ -817,7 +817,7 @@ def test_stage_that_is_not_there_is_told() -> None:
 
 
 class Scaled(nn.Module):
-    """A parameter of its own is used on both sides of the cut."""
+    """Uses a parameter of its own on both sides of the cut."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -831,7 +831,7 @@ class Scaled(nn.Module):
 
 
 def test_stage_trains_after_inference() -> None:
-    """Zeros that stand for other stages are kept, and those of inference cannot be."""
+    """Zeros that stand in for other stages are kept, which is impossible for those made in inference mode."""
     model, x = Scaled().eval(), torch.randn(2, 4)
     stage = split(model, x, at=["layers.2"]).stage(1)
     with torch.inference_mode():
@@ -842,7 +842,7 @@ def test_stage_trains_after_inference() -> None:
 
 
 class Cutting(nn.Module):
-    """Gives as many columns as its number says."""
+    """Returns a number of columns that depends on ``number``."""
 
     def __init__(self, number: int) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Losses that are given a target, and those that find all they need in the output."""
+"""Losses that get a target, and losses that need only the output."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from detrain_nb.parallel.losses import require_no_parameters
 
 
 class Labelled(nn.Linear):
-    """As models of transformers do, it has the loss in its output."""
+    """Returns its loss in the output, as models of transformers do."""
 
     def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:  # type: ignore[override]
         return {"loss": F.mse_loss(super().forward(x), labels)}
@@ -175,7 +175,7 @@ def test_missing_loss_is_told_in_words_of_the_user(call: str) -> None:
 
 
 class Writing(nn.Linear):
-    """It writes its own parameter into what it is given, as models with mask tokens do."""
+    """Writes its own parameter into its input, as models with mask tokens do."""
 
     def forward(self, x: Tensor) -> Tensor:
         x += self.bias[0]
@@ -205,7 +205,7 @@ class Weighted(nn.Module):
 
 
 def test_loss_that_trains_a_parameter_of_its_own_is_refused() -> None:
-    """Wherever it is: what is the model's, or is not trained, may be there."""
+    """This holds wherever the loss keeps it. Parameters of the model and frozen ones are allowed."""
     model, loss = nn.Linear(4, 4), Weighted()
     for given in (loss, loss.forward, partial(loss), lambda output, target: 2 * loss(output, target)):
         with pytest.raises(SpecError, match=r"a trainable parameter that is not in the model, Weighted\.scale: "):

@@ -1,4 +1,4 @@
-"""Layers cut over real ranks, beside the whole model: losses, every gradient, optimizers, dropout, checkpoints."""
+"""Layers cut over real ranks, compared with the whole model: losses, gradients, optimizers, dropout, checkpoints."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def four(four_ranks: Session) -> Session:
 
 
 def assert_trained(session: Session, code: str, *, close: float = CLOSE) -> dict[str, Any]:
-    """Steps of AdamW with clipping, on every rank as on the whole model."""
+    """Check that steps of AdamW with clipping train every rank as they train the whole model."""
     found: dict[str, Any] = {}
     for found in session.run_cell(f"train({code})").values.values():
         assert max(*found["losses"], *found["norms"], *found["gradients"]) < close, found
@@ -60,7 +60,7 @@ def test_cut_sequence_trains_like_the_whole_model(session: Session, kind: str) -
     assert "sequence parallel from layers.0 to layers.1" in found["plan"]
 
 
-# Plans of the model's own and fused, plain and mixed layers, each once: whole sequences of some, parts of others.
+# By sequence_parallel: families that together cover models' own plans, and fused, plain and mixture layers.
 SOONER = {False: ("Llama", "Mixtral", "OPT"), True: ("Llama", "GPT2", "Bert", "OPT")}
 
 
@@ -75,7 +75,7 @@ SOONER = {False: ("Llama", "Mixtral", "OPT"), True: ("Llama", "GPT2", "Bert", "O
 def test_families_of_transformers_train_like_the_whole(session: Session, family: str, sequence_parallel: bool) -> None:
     pytest.importorskip("transformers")
     if family == "OPT" and sequence_parallel:
-        with pytest.raises(RankError, match="the sequence cannot be cut between layers: not proved"):  # it flattens it
+        with pytest.raises(RankError, match="the sequence cannot be cut between layers: not proved"):  # OPT flattens it
             session.run_cell("tp_plan(*MODELS['OPT'](), sequence_parallel=True)")
         return
     code = f"{family!r}, sequence_parallel={sequence_parallel}, dtype=torch.float32"
@@ -157,7 +157,7 @@ def test_checkpoint_drops_again_what_it_dropped(session: Session) -> None:
 
 
 def test_evaluation_takes_no_weights_of_other_ranks(session: Session) -> None:
-    """torch has a path for it that takes those of a whole layer at once."""
+    """torch has a fast path for evaluation that reads the weights of a whole layer at once."""
     for apart, gathered in session.run_cell("evaluate_encoder()").values.values():
         assert apart < 1e-5 and gathered == 0
 

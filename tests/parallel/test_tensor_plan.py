@@ -1,4 +1,4 @@
-"""Plans, made in one process: what is cut, what is not and why, how plans are read and edited."""
+"""Plans, made in one process: what is cut, what is not cut and why, how plans are read and edited."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def _planned(**sizes: Any) -> TensorPlan:
 
 
 def planned(**sizes: Any) -> TensorPlan:
-    """The plan of a small language model, to be edited."""
+    """Return the plan of a small language model, to be edited."""
     return copy.deepcopy(_planned(**sizes))
 
 
@@ -64,7 +64,7 @@ def test_layers_of_a_language_model_are_cut() -> None:
 
 
 class Placed(nn.Module):
-    """Has its table of positions as a plain attribute, which stays on the CPU."""
+    """Its table of positions is a plain attribute that stays on the CPU."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -116,7 +116,7 @@ def test_what_is_too_large_and_runs_with_values_alone_stays_whole(monkeypatch: p
 def test_block_that_reads_a_parameter_of_another_is_whole_in_a_model_too_large_to_prove(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """What its parts do to the gradient of that one, the proof of the block says nothing of; an argument it knows."""
+    """The proof of a block does not cover the gradient of another block's parameter. It does cover an argument."""
 
     class Block(nn.Module):
         def __init__(self, owner: Any) -> None:
@@ -163,14 +163,14 @@ def test_planning_leaves_the_model_and_the_users_random_numbers_alone() -> None:
 
 @pytest.mark.parametrize("is_training", [True, False])
 def test_layers_around_statistics_are_proved_as_the_model_trains(is_training: bool) -> None:
-    """Those of a part of the features are no part of those of all; evaluated, they are numbers like any others."""
+    """Statistics over part of the features differ from those over all; in evaluation they are constants."""
     model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(16, 6)).train(is_training)
     pairs = tp_plan(model, draw(4, 8, 8)).pairs
     assert [pair.names for pair in pairs] == ([] if is_training else [("0", "3")])
 
 
 class Squash(nn.Tanh):
-    """An activation that all models of a file have in common."""
+    """An activation that all models of a file share."""
 
 
 SQUASH = Squash()
@@ -183,7 +183,7 @@ def test_module_that_other_models_have_too_stays_as_it_is() -> None:
 
 
 def test_planning_leaves_torchs_fused_layers_on() -> None:
-    """Ranks of a proof are threads, which take it off together."""
+    """The ranks of a proof are threads, which switch the fast path off together."""
     assert torch.backends.mha.get_fastpath_enabled()
     for tp in (2, 4, 2, 4):
         tp_plan(nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8)), draw(2, 8), tp=tp)
@@ -209,7 +209,7 @@ def test_layers_between_which_a_value_is_looked_at_stay_whole() -> None:
 
         def forward(self, x: Tensor) -> Tensor:
             hidden = self.up(x)
-            if (hidden.detach().norm() > 1e3).any():  # not for this input, on a part of it neither
+            if (hidden.detach().norm() > 1e3).any():  # neither for this input nor for a part of it
                 hidden = hidden * 2
             result: Tensor = self.down(hidden)
             return result
@@ -237,14 +237,14 @@ def test_heads_that_do_not_divide_are_told() -> None:
 
 
 def test_width_that_is_taken_from_the_input_is_refused() -> None:
-    """GPT's attention reshapes what its heads give to the width of its input."""
+    """GPT's attention reshapes the output of its heads to the width of its input."""
     plan = tp_plan(GPT(layers=1), tokens())
     assert plan.reasons["h.0.qkv"].startswith("not proved: RuntimeError: shape '[4, 16, 32]' is invalid")
     assert [pair.names for pair in plan.pairs] == [("h.0.fc1", "h.0.fc2")]
 
 
 class GivesWeights(nn.Module):
-    """Attention that gives its weights too, which its model reads (``is_read``) or not."""
+    """Attention that also returns its weights, which the model reads (``is_read``) or not."""
 
     def __init__(self, *, is_read: bool) -> None:
         super().__init__()
@@ -276,7 +276,7 @@ def test_weights_of_attention_matter_where_somebody_reads_them(is_read: bool) ->
 
 
 class GivesWeightsOn(nn.Module):
-    """A block that hands on what its attention gives, as do those of GPT-Neo; two of them, of which nobody reads it."""
+    """A block that also returns its attention's weights, as GPT-Neo's do. The model has two, and ignores them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -304,7 +304,7 @@ def test_weights_of_attention_that_a_block_hands_on_to_nobody_do_not_matter() ->
 
 
 class InFloat32(nn.Module):
-    """Attention that wants float32, as kernels do; its keys have a bias."""
+    """Attention that requires float32, as kernels do; its keys have a bias."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -320,7 +320,7 @@ class InFloat32(nn.Module):
 
 
 def test_gradient_that_is_zero_but_for_rounding_is_no_other() -> None:
-    """Softmax takes away again what the bias of keys adds."""
+    """Softmax cancels what the bias of the keys adds."""
     assert [pair.row for pair in tp_plan(InFloat32(), draw(2, 6, 8)).pairs] == ["out"]
 
 
@@ -335,7 +335,7 @@ def test_random_numbers_of_a_model_are_told_to_be_the_reason() -> None:
 
 
 class Grouped(nn.Module):
-    """Queries, and fewer keys and values, come from one layer, as in Phi-3: its parts are not equally long."""
+    """One layer computes queries and fewer keys and values, as in Phi-3, so its parts have unequal lengths."""
 
     def __init__(self, heads: int, kv_heads: int) -> None:
         super().__init__()
@@ -363,7 +363,7 @@ class GroupedBlock(nn.Module):
 
 
 class BesideHeads(nn.Module):
-    """Gates with the features of another tensor, in blocks whose attention has heads as wide as these."""
+    """Blocks that gate with another tensor's features; their attention's heads are as wide as these."""
 
     class Block(nn.Module):
         def __init__(self) -> None:
@@ -401,7 +401,7 @@ def test_fused_layer_of_unequal_parts_is_cut_in_each_of_them() -> None:
 
 
 def test_fused_layer_with_one_head_of_keys_stays_whole() -> None:
-    """And the layers beside it are cut."""
+    """The other layers of the block are cut."""
     model = made(GroupedBlock(4, 1))
     plan = tp_plan(model, draw(2, 6, 16))
     assert plan.roles == {"up": "colwise", "down": "rowwise"} and plan.checked == "proved"
@@ -411,7 +411,7 @@ def test_fused_layer_with_one_head_of_keys_stays_whole() -> None:
 
 
 def test_fused_layer_of_unequal_parts_is_not_proved_as_if_they_were_equal() -> None:
-    """As two parts of queries, one of keys and one of values it would run, with queries beside the wrong keys."""
+    """As two parts of queries, one of keys and one of values it would run, but pair queries with the wrong keys."""
     attention = made(Grouped(4, 2))
     numbers = (("", "num_heads", 2), ("", "num_kv_heads", 1))
     plan = TensorPlan(2, known_modules(attention), [Pair(("qkv_proj",), "o_proj", packed=4, attributes=numbers)])
@@ -446,7 +446,7 @@ def test_experts_whose_gates_lie_by_turns_are_cut_so() -> None:
 
 
 def test_what_attention_has_for_each_head_is_cut_with_it() -> None:
-    """A table of biases, which the next block gets; sinks; a norm over all heads; keys of something else."""
+    """These are a table of biases that the next block gets, sinks, a norm over all heads, and another tensor's keys."""
     model, call = MODELS["biased"]()
     plan = tp_plan(model, call)
     first, second, last = plan.pairs
@@ -455,13 +455,16 @@ def test_what_attention_has_for_each_head_is_cut_with_it() -> None:
     assert second.by_head == (ByHead("blocks.1", 2, 4),)
     assert last.gathered == ("last.norm",) and last.parts == (("last", "sink", 0),)
     assert plan.layouts["blocks.0.table.weight"] == Layout(1)
-    assert plan.alone == {"head": "colwise"}  # whose output is scaled
+    assert plan.alone == {"head": "colwise"}  # the model scales its output
     plan.replicate("blocks.0.table")
     assert plan.pairs == [second, last] and not any("blocks.0" in name for name in plan.layouts)
 
 
 def test_layers_beside_each_other_are_cut_each() -> None:
-    """With one input, in blocks that run twice; one whose heads are counted by what it shares, one with latent keys."""
+    """They get one input, in blocks that run twice.
+
+    One counts its heads in the shared configuration, one has latent keys.
+    """
     model, call = MODELS["beside"]()
     grouped, latent, one, gated = tp_plan(model, call).pairs
     assert one.names == ("one.q", "one.o") and {"one.k", "one.v"} <= {*one.summed}
@@ -471,7 +474,7 @@ def test_layers_beside_each_other_are_cut_each() -> None:
 
 
 class Wider(nn.Module):
-    """Two blocks of one kind, whose sizes are not the same."""
+    """Two blocks of one kind, but of different sizes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -490,7 +493,7 @@ def test_blocks_of_one_name_and_other_sizes_are_proved_each() -> None:
 
 
 class Numbered(nn.Module):
-    """Knows its number; ``act`` stands between its layers, ``is_flipped`` changes what is in another place."""
+    """Has a number of its own; ``act`` is its activation, ``is_flipped`` makes it mix its hidden features."""
 
     def __init__(self, number: int, act: nn.Module | None = None, is_flipped: bool = False, times: int = 1) -> None:
         super().__init__()
@@ -506,7 +509,10 @@ class Numbered(nn.Module):
 
 @pytest.mark.parametrize("other", [{"act": nn.Softmax(-1)}, {"is_flipped": True}, {"times": 2}], ids=str)
 def test_blocks_of_one_class_that_do_something_else_are_proved_each(other: dict[str, Any]) -> None:
-    """The verdict on one holds for those alone that compute as it does, also where the whole is too large to prove."""
+    """The verdict on a block holds only for those that compute the same.
+
+    This is so even if the whole model is too large to prove.
+    """
     model = nn.Sequential(Numbered(0), Numbered(1, **other), Numbered(2))
     plan = tp_plan(model, draw(2, 5, 16))
     assert [pair.row for pair in plan.pairs] == ["0.down", "2.down"] and plan.checked == "proved"
@@ -523,7 +529,7 @@ def test_blocks_that_differ_in_their_number_alone_are_proved_once(monkeypatch: p
 
 
 def test_layers_that_are_not_called_stay_whole() -> None:
-    """nn.MultiheadAttention uses the weights of its last layer by itself."""
+    """nn.MultiheadAttention reads the weights of its last layer without calling it."""
     model, call = MODELS["encoder"]()
     plan = tp_plan(model, call)
     assert plan.reasons["layers.0.self_attn.out_proj"] == "it is not called as a module"
@@ -531,7 +537,7 @@ def test_layers_that_are_not_called_stay_whole() -> None:
 
 
 def test_gradient_of_what_is_used_on_parts_is_missed_by_no_proof() -> None:
-    """Norms of queries and keys, that plans of transformers had forgotten."""
+    """These are the norms of queries and keys, which plans of transformers had left out."""
     attention = Attention(32, 4, 2, has_norms=True)
     pair = Pair(("wq", "wk", "wv"), "wo", attributes=(("", "n_heads", 2), ("", "n_kv_heads", 1)))
     modules = known_modules(attention)
@@ -542,7 +548,7 @@ def test_gradient_of_what_is_used_on_parts_is_missed_by_no_proof() -> None:
 
 
 def test_weights_of_zero_prove_nothing_and_are_not_used() -> None:
-    """A mean over what is cut is wrong, which zeros, as training may begin with, would hide."""
+    """A mean over cut features is wrong; zero weights, with which training may begin, would hide that."""
     model = nn.Sequential(nn.Linear(8, 16), Of(lambda x: x - x.mean(-1, keepdim=True)), nn.Linear(16, 8))
     for parameter in model.parameters():
         nn.init.zeros_(parameter)
@@ -550,7 +556,7 @@ def test_weights_of_zero_prove_nothing_and_are_not_used() -> None:
 
 
 class Own(nn.Module):
-    """Brings a plan, as models of transformers do: ``wrong`` is a pair that cannot be."""
+    """Has a plan of its own, as models of transformers do; its pair ``wrong`` is invalid."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -582,7 +588,7 @@ MIXING: dict[str, Callable[[], nn.Module]] = {
 
 
 class Of(nn.Module):
-    """A function as a module."""
+    """A module that calls a function."""
 
     def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
@@ -623,7 +629,7 @@ def test_pair_is_cut_exactly_where_all_between_goes_element_by_element(
 @settings(max_examples=10, deadline=None)
 @given(widths=st.lists(st.sampled_from([4, 6, 8, 5]), min_size=2, max_size=6), tp=st.sampled_from([2, 3, 4]))
 def test_chains_of_layers_are_cut_two_by_two(widths: list[int], tp: int) -> None:
-    """Whatever is planned divides, no layer is in two pairs, and the proof of the whole says yes."""
+    """All planned sizes are divisible, no layer is in two pairs, and the whole plan is proved."""
     layers = [module for pair in pairwise(widths) for module in (nn.Linear(*pair), nn.Tanh())]
     plan = tp_plan(nn.Sequential(*layers), draw(3, widths[0]), tp=tp)
     assert plan.checked == "proved"
@@ -658,7 +664,7 @@ class TakesLock(nn.Sequential):
 
 
 def test_a_vocabulary_is_not_copied_for_each_rank_of_a_proof() -> None:
-    """Nor looked through, word by word; what tensors are in, or what is small, is of each copy alone."""
+    """It is not searched word by word either. Containers with tensors, and small ones, are copied."""
     model = Numbered(0)
     model.vocabulary = {str(each): each for each in range(2000)}
     model.pairs = [(str(each), each) for each in range(2000)]
@@ -705,7 +711,7 @@ def test_plan_that_leaves_most_whole_says_what_and_why() -> None:
 
 
 def hooked(**hooks: Any) -> nn.Module:
-    """A block; ``hooks``: on the outputs of its layers."""
+    """Return a block with ``hooks`` on the outputs of its layers."""
     model = nn.Sequential(OrderedDict(up=nn.Linear(8, 16), act=nn.ReLU(), down=nn.Linear(16, 8)))
     for name, hook in hooks.items():
         model.get_submodule(name).register_forward_hook(hook)
@@ -752,7 +758,7 @@ def test_weights_that_are_made_anew_are_told_with_what_to_do() -> None:
 
 
 class KeepsWeights(nn.Module):
-    """Makes each of its weights once in a call."""
+    """Computes each of its weights once in a call."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -766,7 +772,7 @@ class KeepsWeights(nn.Module):
 
 
 def test_ranks_of_a_proof_share_no_weights_that_are_kept_in_a_call() -> None:
-    for _ in range(4):  # they would as threads meet
+    for _ in range(4):  # whether they would depends on thread timing
         assert tp_plan(KeepsWeights(), torch.randn(2, 8)).checked == "proved"
     assert (parametrize._cache_enabled, parametrize._cache) == (0, {})
 
@@ -855,7 +861,7 @@ class Configuration:
 
 
 class Weighing(nn.Module):
-    """Looks across its hidden features, by a factor which is 0 at first; ``way``: where it is."""
+    """Mixes its hidden features by a factor that is 0 at first; ``way``: where the factor comes from."""
 
     class Block(nn.Module):
         def __init__(self, way: str) -> None:
@@ -928,7 +934,7 @@ def test_number_for_which_the_model_has_no_other_is_no_fault() -> None:
 
 
 class Noting(nn.Module):
-    """Keeps what it has found in the hidden features, to read it in its next pass; ``way``: where, and when."""
+    """Notes something about its hidden features for its next pass; ``way``: where, and when."""
 
     def __init__(self, way: str) -> None:
         super().__init__()
@@ -946,7 +952,7 @@ class Noting(nn.Module):
             elif self.way == "always" or (self.way == "buffer" and self.training):
                 self.mean.lerp_(hidden.mean(), 0.5)
             elif self.way == "share" and self.training:
-                self.mean.lerp_((hidden > 0).float().mean(), 0.5)  # which is no float64
+                self.mean.lerp_((hidden > 0).float().mean(), 0.5)  # not float64
             elif self.way == "dict" and self.training:
                 self.noted["mean"] = hidden.mean()
             elif self.way == "attribute" and self.training:
@@ -993,7 +999,7 @@ _passes = [0]
 
 @pytest.mark.parametrize("begin", [0, 1])
 def test_block_whose_times_are_equal_by_chance_is_cut(begin: int) -> None:
-    """Each is that of the pass before or that of the next one."""
+    """Each time equals that of the previous or of the next pass."""
 
     class Timed(nn.Sequential):
         took_s = 0.0
@@ -1032,7 +1038,7 @@ def test_head_in_parts_is_no_row() -> None:
 
 
 def test_sequence_that_cannot_be_cut_is_told() -> None:
-    """GPT's attention sees its part of the sequence, as it is not cut itself."""
+    """GPT's attention is not cut itself, so it would see only its part of the sequence."""
     with pytest.raises(SpecError, match=f"the sequence cannot be cut between layers: not proved: its {_DIFFERS}"):
         tp_plan(GPT(layers=1), tokens(), sequence_parallel=True)
     with pytest.raises(SpecError, match="the sequence length 15 is not divisible by tp=2"):

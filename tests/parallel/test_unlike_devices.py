@@ -1,4 +1,4 @@
-"""A pipeline whose stages are on unlike devices: what goes between them goes over the CPU, numbers are the model's."""
+"""A pipeline whose stages are on different device types: tensors between them pass through the CPU."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_stage_on_the_cpu_beside_one_on(device: str, schedule: str, tmp_path: Pa
 
 
 def test_autocast_on_unlike_devices_is_refused() -> None:
-    """What a LayerNorm gives is float32 under autocast on a GPU, and bfloat16 on the CPU."""
+    """Under autocast a LayerNorm returns float32 on a GPU, but bfloat16 on the CPU."""
     half = SimpleNamespace(autocast=torch.bfloat16)
     stages = SimpleNamespace(device=torch.device("cpu"), arrangement=half, gather=lambda kind, **_: [kind, "cuda"])
     with pytest.raises(SpecError, match="bf16 is not supported with stages on cpu and cuda"):

@@ -1,4 +1,4 @@
-"""A model is bit for bit what it was after whatever looks at it: attributes, hooks, caches, random numbers, outputs."""
+"""A model stays the same, bit for bit, when it is inspected: attributes, hooks, caches, random numbers, outputs."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from .families import OF_TRANSFORMERS, draw, tokens
 from .forgetful import FORGETFUL
 from .untouched import assert_untouched, look_of
 
-# The largest families take all calls in turn.
+# The largest families run all calls in sequence.
 pytestmark = [pytest.mark.timeout(300), pytest.mark.usefixtures("few_passes")]
 
-THERE: Any = None  # a module, or a function of it: what a test puts into this file for a while
+THERE: Any = None  # a module, or a function of one, that a test puts into this file for a while
 CALLS: dict[str, Callable[[nn.Module, Any], Any]] = {
     "profile": par.profile,
     "measure": lambda model, inputs: par.profile(model, inputs, measure=True),
@@ -37,7 +37,7 @@ CALLS: dict[str, Callable[[nn.Module, Any], Any]] = {
 SLOW = pytest.mark.slow
 QUICK: dict[str, Any] = dict.fromkeys(("hooks", "writes", "weakly", "caches by values"), ())
 SIMILAR = ("containers by values", "hooks by values")  # to "caches by values"
-# What cannot be cut, or whose code fails in stages and parts, on ranks too, is left alone all the same.
+# These calls raise, as the model cannot be cut or its code fails in stages and parts. It is still left alone.
 FAIL = {
     "draws": ["stages", "dry_run of pp"],
     "replaces": ["dry_run of tp"],
@@ -45,7 +45,7 @@ FAIL = {
 }
 
 
-# Those that have run before are tried, some of them quickly: one of those that look at values, too.
+# Models that have run before are slow or, like one that branches on values, quick. New ones are thorough.
 @pytest.mark.parametrize(
     "kind, is_used",
     [
@@ -63,7 +63,7 @@ def test_model_that_writes_is_left_as_it_was(kind: str, is_used: bool) -> None:
 
 
 def is_left_alone(name: str, model: nn.Module, inputs: Any) -> bool:
-    """Whether the call ended without an error; if not, the model is as it was too."""
+    """Return whether the call ended without an error; the model must be unchanged in either case."""
     before, is_ended = look_of(model), False
     with contextlib.suppress(SpecError, RuntimeError, AssertionError):
         CALLS[name](model, inputs)
@@ -76,7 +76,7 @@ def is_left_alone(name: str, model: nn.Module, inputs: Any) -> bool:
 
 
 def test_what_stands_for_another_stage_leaves_nothing_in_caches() -> None:
-    """It runs on tensors without values, to tell shapes."""
+    """Stand-ins for another stage run on tensors without values, to find shapes."""
     forgetful.TABLES.clear()
     model, inputs = nn.Sequential(forgetful.Caches(), nn.Linear(8, 8)), draw(2, 8)
     stage = par.split(model, inputs, at=["1"]).stage(1)
@@ -86,7 +86,7 @@ def test_what_stands_for_another_stage_leaves_nothing_in_caches() -> None:
 
 
 class GrowsTable(forgetful.Body):
-    """With its storage, which is moved when it does; and where a value decides."""
+    """Resizes its table, which moves the storage, and branches on a value."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -109,7 +109,7 @@ def test_tensor_that_grows_has_its_size_and_values_again(name: str) -> None:
 
 
 class Counts(forgetful.Body):
-    """In a plain tensor, with nothing that depends on the call: where nothing has values, this is computed still."""
+    """Counts in a plain tensor, independently of its input, so the count is computed even in runs without values."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -128,7 +128,7 @@ def test_plain_tensor_that_counts_has_its_values_again(name: str) -> None:
 
 
 class Lerps(forgetful.Body):
-    """A function that was made with the model writes into its buffer, also where a copy of the model runs."""
+    """A closure writes into the model's buffer, also when a copy of the model runs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -154,7 +154,7 @@ def test_buffer_that_a_function_writes_into_has_its_values_again(name: str) -> N
 
 
 class Tells(forgetful.Body):
-    """Its last part writes into it, to which a weak reference leads, also where that part runs alone."""
+    """Its last part writes into the model through a weak reference, also when that part runs alone."""
 
     class Part(nn.Module):
         def __init__(self, owner: nn.Module) -> None:
@@ -210,7 +210,7 @@ def _use_classes() -> list[weakref.ref[type]]:
 
 
 class WritesView(forgetful.Body):
-    """With a gradient: torch makes no leaf of a view again."""
+    """Writes a tensor with a gradient into a view, which torch cannot turn into a leaf again."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -279,7 +279,7 @@ class Rope:
 
 @pytest.fixture
 def helpers(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A package beside that of the model."""
+    """Return a package other than the model's."""
     package, inner = types.ModuleType("helpful"), types.ModuleType("helpful.inner")
     vars(package)["inner"] = inner
     exec(HELPERS, vars(inner))
@@ -335,8 +335,8 @@ def _see(size: int = 16) -> dict[str, Any]:
     return {"pixel_values": draw(2, 3, size, size), "output_hidden_states": True}
 
 
-QUICKER = ("BeitForImageClassification", "SegformerForSemanticSegmentation")  # both keep something of a call
-# The name of the class, its sizes, what it is called with.
+QUICKER = ("BeitForImageClassification", "SegformerForSemanticSegmentation")  # both keep something between calls
+# By class name: its sizes, and its inputs.
 MORE: dict[str, tuple[dict[str, Any], Callable[[], dict[str, Any]]]] = {
     "BertForMaskedLM": (TEXT, _read),
     "RobertaForMaskedLM": (TEXT, _read),
@@ -376,7 +376,7 @@ def transformers() -> Any:
     ],
 )
 def test_models_of_transformers_are_left_as_they_were(name: str, transformers: Any) -> None:
-    """So one that was looked at gives what another does that was not, hidden states and all."""
+    """A model that was inspected returns what an untouched one does, hidden states included."""
     model, other = (_of_transformers(name, transformers) for _ in range(2))
     inputs = MORE[name][1]() if name in MORE else {**OF_TRANSFORMERS[name][1](2, 8), "output_hidden_states": True}
     for call in ("profile", "stages") if name in QUICKER else CALLS:
@@ -392,7 +392,7 @@ def test_models_of_transformers_are_left_as_they_were(name: str, transformers: A
 
 
 def tensors_of(value: Any, place: str = "output") -> Iterator[tuple[str, Tensor]]:
-    """All that it holds, by where: in containers, and in attributes, as caches have them, whatever torch knows."""
+    """Yield the tensors in a value, with their paths: in containers and in attributes, as caches have them."""
     if isinstance(value, Tensor):
         yield place, value
     elif isinstance(value, Mapping):

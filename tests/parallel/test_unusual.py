@@ -1,4 +1,4 @@
-"""Models and losses that do more than compute: right in every layout, or refused by name on all ranks."""
+"""Models and losses with side effects or unusual structure: right in every layout, or refused by name on all ranks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def ranks(two_ranks: Session) -> Session:
 
 
 def require_refusal(ranks: Session, code: str, message: str) -> None:
-    """On all ranks, with the same words."""
+    """Check that all ranks refuse with the same message."""
     with pytest.raises(RankError) as caught:
         ranks.run_cell(code, timeout_s=60)
     told = {rank: (error.name, error.message) for rank, error in caught.value.errors.items()}
@@ -36,7 +36,7 @@ def test_the_models_own_train_and_eval_are_called(ranks: Session, axes: dict[str
 @pytest.mark.parametrize("axis", ["pp", "tp", "dp_shard"])
 @pytest.mark.parametrize("model", [*(f"Aside({way!r})" for way in ("list", "function", "partial")), "Looking('list')"])
 def test_parameter_that_is_read_from_elsewhere_is_refused(ranks: Session, axis: str, model: str) -> None:
-    """There it would stay the tensor that it was, and nobody would train it."""
+    """The other object would keep the original tensor, which is not trained."""
     message = rf"reads its parameter scale from a list, a function or another object, where {axis} would leave the"
     require_refusal(ranks, f"unusual_ranks.lay_out(unusual_ranks.{model}, {{{axis!r}: 2}})", message)
 
@@ -56,7 +56,7 @@ def test_buffer_that_a_function_writes_into_is_that_of_the_whole_model(ranks: Se
 
 
 def test_buffer_that_a_function_writes_into_is_refused_in_stages(ranks: Session) -> None:
-    """Each of them, on one rank too, would write into the same tensor, or into one of its own."""
+    """Each stage, also on one rank, would write into the same tensor or into one of its own."""
     message = "reads its buffer average from a list, a function or another object, where pp would leave the old"
     require_refusal(ranks, "unusual_ranks.lay_out(unusual_ranks.Averaging(), {'pp': 2})", message)
 
@@ -64,7 +64,7 @@ def test_buffer_that_a_function_writes_into_is_refused_in_stages(ranks: Session)
 @pytest.mark.parametrize("axis", ["tp", "dp_shard"])
 @pytest.mark.parametrize("kind", ["function", "reentrant", "layers"])
 def test_checkpoint_of_a_function_reads_what_the_forward_read(ranks: Session, axis: str, kind: str) -> None:
-    """It runs again in the backward pass, in no module."""
+    """The function runs again in the backward pass, in no module."""
     code = f"unusual_ranks.apart_after_steps(lambda: unusual_ranks.Recomputing({kind!r}), {{{axis!r}: 2}})"
     for apart in ranks.run_cell(code, timeout_s=60).values.values():
         assert apart < 1e-6
@@ -81,7 +81,7 @@ WRITING = [*(f"Normalizing({way!r})" for way in ("data", "copy", "evaluating")),
 
 @pytest.mark.parametrize("model", WRITING)
 def test_parameters_that_forward_writes_into_are_not_sharded(ranks: Session, model: str) -> None:
-    """Each rank would write into what it gathers for a moment."""
+    """Each rank would write into a gathered parameter that exists only for a moment."""
     name = r"averages\.0\.down\.bias and 7 more" if model == "Following()" else r"layers\.0\.up\.weight and 1 more"
     code = f"unusual_ranks.lay_out(unusual_ranks.{model}, {{'dp_shard': 2}})"
     require_refusal(
@@ -99,7 +99,7 @@ def test_parameters_that_forward_writes_into_are_whole_on_every_rank(ranks: Sess
 
 @pytest.mark.parametrize("axis, way", [("dp_shard", "weight"), ("dp_shard", "view"), ("tp", "weight")])
 def test_version_of_a_parameter_that_is_laid_out_is_not_asked(ranks: Session, axis: str, way: str) -> None:
-    """What the model gets for it never has another one, and what it keeps would be that of the first step."""
+    """The parameter that the model gets has always one version, so a cached value would stay that of the first step."""
     message = rf"reads _version of its parameter layers\.0\.weight, which does not change under {axis} when the"
     require_refusal(ranks, f"unusual_ranks.lay_out(unusual_ranks.Remembering({way!r}), {{{axis!r}: 2}})", message)
 
@@ -112,7 +112,7 @@ def test_what_is_kept_until_a_parameter_has_another_version_is_that_of_each_step
 
 @pytest.mark.parametrize("way", ["weak", "function"])
 def test_parameter_that_blocks_lead_to_has_its_whole_gradient(ranks: Session, way: str) -> None:
-    """Where these are cut, each rank has a part of it, which a proof of the block alone does not show."""
+    """Where the blocks are cut each rank has part of the gradient, which a proof of the block alone does not show."""
     code = f"unusual_ranks.apart_after_steps(lambda: unusual_ranks.Reading({way!r}), {{'tp': 2}})"
     for apart in ranks.run_cell(code, timeout_s=60).values.values():
         assert apart < 1e-6
@@ -120,7 +120,7 @@ def test_parameter_that_blocks_lead_to_has_its_whole_gradient(ranks: Session, wa
 
 @pytest.mark.parametrize("axis", ["dp_replicate", "dp_shard"])
 def test_views_that_are_written_into_are_right_and_nothing_is_told(ranks: Session, axis: str) -> None:
-    """Not by torch either, of what the user cannot change."""
+    """torch does not warn either of what the user cannot change."""
     assert ranks.run_cell(f"unusual_ranks.warnings_of_steps({axis!r})", timeout_s=60).values == {0: [], 1: []}
 
 
@@ -134,7 +134,7 @@ def test_buffer_that_the_next_microbatch_writes_into_is_what_it_was_in_the_backw
 
 
 def test_buffer_that_the_first_forward_makes_is_refused_over_stages(ranks: Session) -> None:
-    """And is no error for a pass that looks."""
+    """For a pass that only profiles the model it is no error."""
     message = r"the model creates layers\.0\.mean in its first forward, which pp would miss: create it with"
     require_refusal(ranks, "unusual_ranks.lay_out(unusual_ranks.MakingLate(), {'pp': 2})", message)
     ranks.run_cell("unusual_ranks.par.profile(unusual_ranks.MakingLate(), unusual_ranks.draw(2, 8))", timeout_s=60)
@@ -152,7 +152,7 @@ def test_block_that_writes_into_its_argument_is_not_sharded(ranks: Session) -> N
 
 
 def test_batch_of_another_kind_than_the_example_is_told_under_tp(ranks: Session) -> None:
-    """Once of each kind, on the first rank: its code may take a path that was not proved."""
+    """The warning comes once for each kind, on the first rank: the code may take a path that was not proved."""
     had = "the tensor plan was proved with"
     what = "make the plan with example inputs of that kind, or compare with the whole model"
     found = ranks.run_cell("unusual_ranks.warnings_of_kinds()", timeout_s=60).values
@@ -201,7 +201,7 @@ def test_model_that_takes_gradients_in_its_forward_is_right(ranks: Session, axis
 
 
 def test_model_that_takes_gradients_by_a_transform_is_refused_in_parts(ranks: Session) -> None:
-    """It would look into DTensors; what torch.autograd.grad takes is right there."""
+    """torch.func would meet DTensors. Gradients by torch.autograd.grad are right."""
     code = "unusual_ranks.lay_out(unusual_ranks.Forces('func'), {'tp': 2})"
     require_refusal(ranks, code, r"takes gradients by torch\.func, which cannot handle the parameters that tp")
     code = "unusual_ranks.apart_after_steps(unusual_ranks.Mapped, {'tp': 2})"
@@ -227,7 +227,7 @@ def test_code_that_mixes_parameters_in_parts_with_others_is_told(ranks: Session)
 
 
 def test_block_whose_parts_compute_again_behind_it_is_told_in_shards(ranks: Session) -> None:
-    """As reversible layers do; under tp it is right."""
+    """Reversible layers do so; under tp the result is right."""
     message = r"blocks\.2\.0 runs outside the forward of its block, but dp_shard gathers a block's parameters only for"
     require_refusal(ranks, "unusual_ranks.apart_after_steps(unusual_ranks.Reversible, {'dp_shard': 2})", message)
     code = "unusual_ranks.apart_after_steps(unusual_ranks.Reversible, {'tp': 2})"
@@ -261,7 +261,7 @@ def test_output_in_which_nobody_finds_tensors_is_refused(ranks: Session, axis: s
     ],
 )
 def test_tensor_on_the_memory_of_a_parameter_is_refused(ranks: Session, way: str, who: str, axis: str) -> None:
-    """A step of the optimizer would change one of them alone."""
+    """A step of the optimizer would change only one of them."""
     message = (
         f"the {who} shares memory with the parameter layers.0.weight, and would no longer .* under {axis}: tie them"
     )
@@ -277,7 +277,7 @@ def test_parameters_side_by_side_are_as_any_others(ranks: Session, axis: str) ->
 
 @pytest.mark.parametrize("way", ["object", "parts", "partial"])
 def test_loss_that_leads_to_layers_is_refused_over_stages(ranks: Session, way: str) -> None:
-    """The last stage would read what they were, and no gradient would come to them."""
+    """The last stage would read outdated weights, and no gradient would reach them."""
     require_refusal(
         ranks, f"unusual_ranks.train_with_loss({way!r}, {{'pp': 2}})", "the loss refers to the model itself"
     )
@@ -301,7 +301,7 @@ def test_loss_that_reads_a_number_of_the_model_is_none_of_these(ranks: Session) 
 
 @pytest.mark.parametrize("way", ["of its own", "of blocks", "a copy"])
 def test_parameters_that_a_model_gives_are_trained_in_shards(ranks: Session, way: str) -> None:
-    """FSDP2 frees their memory behind the forward: torch ended the process."""
+    """FSDP2 frees their memory after the forward, and torch ended the process."""
     code = f"unusual_ranks.apart_with_given({way!r}, {{'dp_shard': 2}})"
     for apart in ranks.run_cell(code, timeout_s=60).values.values():
         assert apart < 2e-6

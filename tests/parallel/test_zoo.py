@@ -1,7 +1,8 @@
-"""Every model of the zoo in every layout, on real ranks: as the whole model computes it, or refused with a reason.
+"""Every model of the zoo in every layout, on real ranks: equal to the whole model, or refused with a reason.
 
-A model that is only looked at (profile, split, tp_plan, dry_run) is afterwards what it was, to the last bit. Here are
-those written by hand; test_zoo_of_transformers.py has the others, and sessions of its own: two workers share them.
+A model that is only inspected (profile, split, tp_plan, dry_run) stays the same, to the last bit. This file runs the
+models written by hand. test_zoo_of_transformers.py runs the others, in sessions of its own, so that two workers share
+the models.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from .zoo.everything import ENTRIES, OWN
 from .zoo.outcomes import FAULTS, REFUSED, WHOLE
 from .zoo.trials import LAYOUTS, Trials
 
-pytestmark = pytest.mark.timeout(300)  # a limit for a hang is 100 s, and a session may have to start before
+pytestmark = pytest.mark.timeout(300)  # a hang is limited to 100 s, and a session may have to start first
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""The models of transformers in the zoo, as test_zoo.py has those written by hand."""
+"""The zoo's models of transformers, tested as test_zoo.py tests those written by hand."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .zoo.cases import cases, require_expected
 from .zoo.everything import OF_TRANSFORMERS
 from .zoo.trials import Trials
 
-pytestmark = pytest.mark.timeout(300)  # as there
+pytestmark = pytest.mark.timeout(300)  # as in test_zoo.py
 
 
 @pytest.fixture(scope="module")
