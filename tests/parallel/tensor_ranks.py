@@ -73,7 +73,7 @@ def apart(model: nn.Module, reference: nn.Module, plan: Any, of: Callable[[Tenso
 def train(kind: str, *, dtype: torch.dtype = torch.float64, tp: int = 2, **options: Any) -> dict[str, Any]:
     """Steps of AdamW with clipping, beside the whole model: how far losses, gradients, parameters are apart."""
     model, call = made_as(kind, dtype)
-    reference, _ = made_as(kind, dtype)  # made anew, as some cannot be copied
+    reference, _ = made_as(kind, dtype)  # created again, as some cannot be copied
     for module in reference.modules():
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
             module.sparse = False  # AdamW does not support sparse gradients

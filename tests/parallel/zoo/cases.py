@@ -1,4 +1,4 @@
-"""Which models of the zoo are tried when, in every layout, and what is required of each."""
+"""Which models of the zoo run when, in every layout, and what outcome is required of each."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ __all__ = ["FOUR_RANKS", "QUICK", "SLOW", "cases", "require_expected"]
 
 _TRAINED = ("pp", "tp", "dp_shard")
 _LOOKS = ("looks",)
-# What each kind of trouble looks like where a cut shows it, quick: nothing of transformers is among them.
+# One model for each kind of failure that a cut shows; these are quick, and none is of transformers.
 QUICK: dict[str, tuple[str, ...]] = {
     "running buffers": _TRAINED,
     "scalar parameters": ("dp_shard",),
     "skip outside": ("pp",),
 }
-# Looks are of those that write while they run, or that look at what they hold. Of transformers nothing is slow:
-# test_untouched has some looks, test_families_on_meshes trains some on ranks.
+# The looks are of models that write while they run, or that read what they hold. None of transformers is slow:
+# test_untouched inspects some, and test_families_on_meshes trains some on ranks.
 SLOW: dict[str, tuple[str, ...]] = {
     "caches": _LOOKS,
     "checkpointed, reentrant": ("pp",),
@@ -58,7 +58,7 @@ def cases(names: Iterable[str]) -> Iterator[object]:
 
 
 def require_expected(trials: Trials, name: str, layout: str) -> None:
-    """It is right, or refused as REFUSED says; and under tp something is cut, unless WHOLE says that nothing is."""
+    """Check that the model is right, or refused as REFUSED says; under tp a part must be cut, unless WHOLE names it."""
     outcome = trials.run(name, layout)
     if outcome.kind == "not possible here":
         pytest.skip(f"GPU: {outcome.told}")

@@ -1,4 +1,4 @@
-"""Language models of transformers that read from left to right, tiny."""
+"""Tiny causal language models of transformers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import nn
 
 from .entry import Entry, padding, tokens
 
-# Most configurations name their sizes so.
+# Most configurations use these names for their sizes.
 SIZES: dict[str, Any] = {
     "vocab_size": 96,
     "hidden_size": 32,
@@ -35,7 +35,7 @@ EXPERTS = {**GROUPED, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermedi
 
 
 def of(model: str, sizes: dict[str, Any], **more: Any) -> Callable[[], nn.Module]:
-    """Return what makes the model of transformers that has this name."""
+    """Return a function that makes the model of transformers with this name."""
 
     def make() -> nn.Module:
         import transformers
@@ -56,7 +56,7 @@ def read_whole(rows: int) -> dict[str, Any]:
 
 
 def _latent(**more: Any) -> dict[str, Any]:
-    """DeepSeek's: queries, keys and values come from short vectors."""
+    """Return the sizes of DeepSeek's latent attention: queries, keys and values come from short vectors."""
     sizes = {**EXPERTS, "num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8}
     return {**sizes, "qk_nope_head_dim": 8, "v_head_dim": 8, "n_routed_experts": 4, "first_k_dense_replace": 1, **more}
 
@@ -189,7 +189,7 @@ _MADE: dict[str, Callable[[], nn.Module]] = {
         "TrOCRForCausalLM", SIZES, d_model=32, decoder_layers=2, decoder_attention_heads=4, decoder_ffn_dim=64
     ),
 }
-# They take no mask, or their code for it looks at nothing else.
+# They take no mask, or use it for nothing but padding.
 _WITHOUT_MASK = ("RWKV", "xLSTM", "Mamba", "Mamba 2", "FalconMamba")
 
 DECODERS = {name: Entry(make, read_whole if name in _WITHOUT_MASK else read) for name, make in _MADE.items()}

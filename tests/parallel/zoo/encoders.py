@@ -1,4 +1,4 @@
-"""Language models of transformers that read the whole text, or read one text and write another, tiny."""
+"""Tiny language models of transformers: encoders that read the whole text, and encoder-decoders."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ _TRANSLATORS: dict[str, Callable[[], nn.Module]] = {
 ENCODERS = {name: Entry(make, read) for name, make in _READERS.items()}
 ENCODERS |= {name: Entry(make, translate) for name, make in _TRANSLATORS.items()}
 ENCODERS |= {
-    # A long text is cut into windows of four.
+    # Its attention uses windows of four tokens.
     "Longformer": Entry(of("LongformerForMaskedLM", SIZES, attention_window=4), read),
     "Nystromformer": Entry(
         of("NystromformerForMaskedLM", SIZES, num_landmarks=4, segment_means_seq_len=8, conv_kernel_size=3),

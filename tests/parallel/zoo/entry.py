@@ -1,4 +1,4 @@
-"""What stands in the zoo: a model, always with the same values, and inputs for it by rows."""
+"""An entry of the zoo: a model, always with the same values, and its inputs for a number of rows."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ Inputs = Callable[[int], dict[str, Any]]
 
 @dataclass(frozen=True)
 class Entry:
-    """``make`` builds the model, ``inputs`` what it is called with, for a batch of so many rows.
+    """A model of the zoo: ``make`` builds it, ``inputs`` returns its arguments for a batch of so many rows.
 
-    ``optimizer``: of torch.optim; AdamW takes no sparse gradients. ``keeps_statistics``: BatchNorm counts in training.
-    ``close``: how far figures may be apart, relative.
+    ``optimizer``: its name in torch.optim; AdamW does not support sparse gradients. ``keeps_statistics``: BatchNorms
+    stay in training mode. ``close``: the relative tolerance for all numbers.
     """
 
     make: Callable[[], nn.Module]
@@ -28,8 +28,10 @@ class Entry:
     close: float = 5e-5
 
     def model(self) -> nn.Module:
-        """Return a new one, with the values of every other one; it draws no random numbers, and none of its parameters
-        is zero all over, which would hide what is done to it."""
+        """Return a new model, with the same values each time; it draws no random numbers.
+
+        None of its parameters is all zeros, which would hide errors.
+        """
         torch.manual_seed(0)
         model = self.make().train()
         generator = torch.Generator().manual_seed(3)
@@ -46,7 +48,7 @@ class Entry:
 
 
 def _without_chance(module: nn.Module) -> None:
-    """Every dropout that a module has, or is, takes nothing away."""
+    """Set the probability of every dropout in a module to 0."""
     if isinstance(module, nn.modules.dropout._DropoutNd):
         module.p = 0.0
     for holder in (module, getattr(module, "config", None)):
@@ -64,18 +66,18 @@ def tokens(rows: int, length: int = 8, below: int = 96) -> Tensor:
 
 
 def padding(rows: int, length: int = 8) -> Tensor:
-    """The first row ends early."""
+    """Return an attention mask whose first row is padded in its second half."""
     mask = torch.ones(rows, length, dtype=torch.long)
     mask[0, length // 2 :] = 0
     return mask
 
 
 def on(device: str, values: Any) -> Any:
-    """What a model is called with, with its tensors there."""
+    """Return arguments of a model with their tensors on ``device``."""
     return tree_map(lambda each: each.to(device) if isinstance(each, Tensor) else each, values)
 
 
 def float_leaves(output: Any) -> list[Tensor]:
-    """The tensors of numbers that a model gives."""
+    """Return the float and complex tensors in a model's output."""
     leaves = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
     return [leaf for leaf in leaves if leaf.is_floating_point() or leaf.is_complex()]

@@ -1,4 +1,4 @@
-"""A model of the zoo that is looked at: profiled, split, planned and tried without ranks, and compared with itself."""
+"""Models of the zoo, inspected: profiled, split, planned and tried without ranks, then compared with what they were."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from .looks import first_difference, look_at
 
 
 def look(name: str, device: str = "cpu") -> tuple[dict[str, str], set[str]]:
-    """Profile, split, plan and try layouts of a new model, then of one that has run: what each left changed.
+    """Profile, split, plan and dry-run a new model, then one that has run; return what each call changed.
 
-    Its attributes, tensors, and the generators; what it computes afterwards, bit for bit, and tensors without memory
-    that are left anywhere. What is refused leaves nothing behind either; and which calls were refused.
+    This compares attributes, tensors, generators, and later outputs bit for bit, and finds tensors without memory that
+    are left. A refused call must leave nothing behind either. Also returns which calls were refused.
     """
     entry, left, refused = ENTRIES[name], dict[str, str](), set[str]()
     model, other, inputs = entry.model().to(device), entry.model().to(device), on(device, entry.inputs(2))
     for when in ("new", "used"):
-        known = _without_memory()  # other tests' may be there
+        known = _without_memory()  # those of other tests may still exist
         for what, call in _LOOKS.items():
             before = look_at(model, *_generators(device))
             try:
@@ -57,7 +57,7 @@ _LOOKS: dict[str, Callable[[nn.Module, Any], Any]] = {
 
 
 def _without_memory() -> list[FakeTensor]:
-    """All that are left. torch.compile keeps some too, of its own kind."""
+    """Return all fake tensors that are left, except those that torch.compile keeps."""
     gc.collect()
     fakes = [each for each in gc.get_objects() if type(each) is FakeTensor]
     return [each for each in fakes if each.fake_mode.shape_env is None]
@@ -69,7 +69,7 @@ def _generators(device: str) -> tuple[Any, ...]:
 
 
 def _compute_alike(model: nn.Module, other: nn.Module, inputs: dict[str, Any]) -> str:
-    """In training and not, for the same seed."""
+    """Compare outputs in training and in evaluation mode, for the same seed; return the difference in words."""
     for is_training in (True, False):
         results = []
         modes = [module.training for module in model.modules()]

@@ -1,4 +1,4 @@
-"""How a model looks, to the last bit: two looks are compared to tell what a call has left behind."""
+"""Records of a model's state, to the last bit: comparing two shows what a call has left behind."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, type, types.ModuleT
 
 
 def look_at(model: nn.Module, *others: Any) -> Look:
-    """Everything that its modules hold, by path: attributes, hooks, containers, values of tensors; and ``others``."""
+    """Return all that the modules hold, by path: attributes, hooks, containers, values of tensors; and ``others``."""
     found: Look = {}
     for name, module in model.named_modules(remove_duplicate=False):
         for key, value in vars(module).items():
@@ -29,7 +29,7 @@ def look_at(model: nn.Module, *others: Any) -> Look:
 
 
 def first_difference(before: Look, after: Look) -> str:
-    """Where two looks differ, "" where they do not."""
+    """Return where two records differ, or "" if they are equal."""
     for path in [*before, *(path for path in after if path not in before)]:
         was, now = before.get(path, "nothing"), after.get(path, "nothing")
         if was != now:

@@ -1,4 +1,4 @@
-"""Models written by hand whose code goes its own ways: by values, by shapes, by what it was called with before."""
+"""Models written by hand with unusual control flow: it depends on values, on shapes or on earlier calls."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def mlp(width: int = 16, wider: int = 32) -> nn.Sequential:
 
 
 class Stack(nn.Module):
-    """Blocks, one after the other, between two layers; what is special is made by its kinds."""
+    """Blocks in sequence between two layers; subclasses add what is special."""
 
     def __init__(self, count: int = 4, width: int = 16) -> None:
         super().__init__()
@@ -34,7 +34,7 @@ class Stack(nn.Module):
 
 
 class OuterResidual(Stack):
-    """The skip is in the outer forward, where every model of a course has it."""
+    """The skip connection is in the outer forward, as in every model of a course."""
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.first(x)
@@ -45,7 +45,7 @@ class OuterResidual(Stack):
 
 
 class PreNorm(Stack):
-    """The skip goes around a norm and a block, both called by the outer forward."""
+    """The skip connection goes around a norm and a block, both called by the outer forward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ class PreNorm(Stack):
 
 
 class ByValue(Stack):
-    """Which block comes next depends on what was computed."""
+    """A value decides whether a block's output is negated."""
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.first(x)
@@ -71,7 +71,7 @@ class ByValue(Stack):
 
 
 class ByShape(Stack):
-    """Long inputs are made shorter."""
+    """Shortens long inputs."""
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.first(x)
@@ -84,7 +84,7 @@ class ByShape(Stack):
 
 
 class Halts(Stack):
-    """Goes through one block until all rows are large enough, three times at most."""
+    """Repeats one block until all rows are large enough, at most three times."""
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.first(x)
@@ -99,7 +99,7 @@ class Halts(Stack):
 
 
 class LooksBetween(nn.Module):
-    """Looks at how large the numbers are between two layers: half of them are not as large."""
+    """Branches on the sum of squares between two layers; half of the features, as on a tp rank, have a smaller one."""
 
     class Block(nn.Module):
         def __init__(self, limit: float) -> None:
@@ -127,7 +127,7 @@ class LooksBetween(nn.Module):
 
 
 class Twice(Stack):
-    """Every block is called twice, one after the other."""
+    """Runs all blocks in sequence, twice."""
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.first(x)
@@ -147,7 +147,7 @@ class SharedBlock(Stack):
 
 
 class SharedWeights(Stack):
-    """Layers of their own that have one weight."""
+    """Separate layers that share one weight."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -170,7 +170,7 @@ class InPlace(Stack):
 
 
 class WritesInput(Stack):
-    """Writes into what it was given."""
+    """Writes into its input."""
 
     def forward(self, x: Tensor) -> Tensor:
         x[:, 0] = 0
@@ -178,7 +178,7 @@ class WritesInput(Stack):
 
 
 class Checkpointed(Stack):
-    """Blocks run again in the backward pass, as torch.utils.checkpoint has them."""
+    """Recomputes its blocks in the backward pass with torch.utils.checkpoint."""
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.first(x)
@@ -189,7 +189,7 @@ class Checkpointed(Stack):
 
 
 class Reentrant(Stack):
-    """The same, the older way."""
+    """Recomputes its blocks with the older, reentrant checkpoint."""
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.first(x)
@@ -200,7 +200,7 @@ class Reentrant(Stack):
 
 
 class PartCheckpointed(Stack):
-    """Two of its blocks are one function, that is run again."""
+    """Recomputes a function that runs two of its blocks."""
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.first(x)
@@ -210,7 +210,7 @@ class PartCheckpointed(Stack):
 
 
 class Caches(Stack):
-    """Keeps tables that a function made, by size, for good; and one that it made itself, for the next batch."""
+    """Caches tables by size, made by a function and a method; keeps one of its own for the next batch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -236,7 +236,7 @@ def _waves(length: int) -> Tensor:
 
 
 class KeepsLoss(Stack):
-    """A block leaves a loss beside the output, as an attribute, which the model's own adds up and gives."""
+    """Blocks keep a loss as an attribute; the model adds these up and returns the sum."""
 
     class Block(nn.Module):
         def __init__(self) -> None:
@@ -258,7 +258,7 @@ class KeepsLoss(Stack):
 
 
 class GivesLoss(Stack):
-    """Blocks give a loss beside what they compute, and the model their sum."""
+    """Returns a loss summed over its blocks besides its output."""
 
     def forward(self, x: Tensor) -> Any:
         x, extra = self.first(x), torch.zeros(())
@@ -269,7 +269,7 @@ class GivesLoss(Stack):
 
 
 class Remembers(Stack):
-    """Appends what it sees to a list, and counts its calls."""
+    """Appends to a list in each call, and counts its calls."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -283,7 +283,7 @@ class Remembers(Stack):
 
 
 class ManyInputs(Stack):
-    """Tokens, a mask and flags, where every block gets the mask; a dictionary comes out."""
+    """Takes tokens, a mask that every block uses, and flags; returns a dictionary."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -297,7 +297,7 @@ class ManyInputs(Stack):
 
 
 class GivesHidden(Stack):
-    """All hidden states come out too."""
+    """Also returns all hidden states."""
 
     def forward(self, x: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
         x, hidden = self.first(x), []
@@ -308,7 +308,7 @@ class GivesHidden(Stack):
 
 
 class Mixture(nn.Module):
-    """Rows go to the expert that their values choose; some get none."""
+    """Routes rows to experts by value; some experts get none."""
 
     class Block(nn.Module):
         def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Models written by hand of parts that are out of the ordinary: hooks, buffers, dtypes, parameters of every kind."""
+"""Models written by hand with unusual parts: hooks, buffers, dtypes, parameters of every kind."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .own_flow import Stack, mlp, numbers
 
 
 class ParameterHooks(Stack):
-    """Gradients of some parameters are changed by their hooks: doubled, cut off, masked."""
+    """Hooks of some parameters change their gradients: doubled, clipped, zeroed."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -25,7 +25,7 @@ class ParameterHooks(Stack):
 
 
 class AccumulateHooks(Stack):
-    """A hook that runs when a gradient has been added."""
+    """A hook runs after a gradient has been accumulated."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ def _negate(parameter: Tensor) -> None:
 
 
 class ModuleHooks(Stack):
-    """Hooks of modules change what comes in, what goes out, and gradients on their way."""
+    """Hooks of modules change inputs, outputs, and gradients in the backward pass."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class ModuleHooks(Stack):
 
 
 class Extracts(Stack):
-    """A hook keeps what a block gives, and the model uses it at its end."""
+    """A hook keeps a block's output, which the model uses at its end."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ class Extracts(Stack):
 
 
 class Sparse(nn.Module):
-    """A table whose gradients are sparse."""
+    """An embedding with sparse gradients."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -80,7 +80,7 @@ class Sparse(nn.Module):
 
 
 class MaxNorm(Sparse):
-    """A table that makes the rows that it looks up shorter, in place."""
+    """An embedding that renormalises the rows that it looks up, in place."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -88,7 +88,7 @@ class MaxNorm(Sparse):
 
 
 class Bag(Sparse):
-    """Means over rows of a table."""
+    """Means over rows of an embedding."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -96,7 +96,7 @@ class Bag(Sparse):
 
 
 class Scalars(Stack):
-    """Parameters without a dimension: a gate for every block, and a temperature beside another of the model's own."""
+    """Scalar parameters: a gate for every block, and a temperature next to another parameter of the model itself."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -112,7 +112,7 @@ class Scalars(Stack):
 
 
 class Complex(Stack):
-    """A layer of complex numbers between real ones, as in models of waves."""
+    """Layers of complex numbers between real ones, as in models of waves."""
 
     class Layer(nn.Module):
         def __init__(self) -> None:
@@ -145,7 +145,7 @@ class MixedDtypes(Stack):
 
 
 class MixedInside(Stack):
-    """Blocks of bfloat16 that have norms of float32 and a factor of float64, and a norm of float64 behind them."""
+    """Bfloat16 blocks with float32 norms and a float64 factor, followed by a float64 norm."""
 
     class Block(nn.Module):
         def __init__(self) -> None:
@@ -170,7 +170,7 @@ class MixedInside(Stack):
 
 
 class WeightOutside(Stack):
-    """Weights of layers are used by the model itself, around them."""
+    """The model itself also uses weights of its layers."""
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.first(x)
@@ -181,7 +181,7 @@ class WeightOutside(Stack):
 
 
 class RunningBuffers(Stack):
-    """A mean that it keeps by itself, and takes away in evaluation."""
+    """Updates a running mean itself, and subtracts it in evaluation."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -206,7 +206,7 @@ class RunningBuffers(Stack):
 
 
 class ReplacesBuffer(RunningBuffers):
-    """The same, with a new tensor in the place of the old one every time."""
+    """Replaces a buffer by a new tensor in each training step."""
 
     def forward(self, x: Tensor) -> Tensor:
         if self.training:
@@ -216,7 +216,7 @@ class ReplacesBuffer(RunningBuffers):
 
 
 class Statistics(Stack):
-    """BatchNorm counts."""
+    """BatchNorms whose statistics change in training."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -231,7 +231,7 @@ class Statistics(Stack):
 
 
 class CountsAcross(Stack):
-    """One BatchNorm runs behind two blocks, and passes are counted at the end."""
+    """One BatchNorm runs after each of two blocks, and passes are counted at the end."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -250,7 +250,7 @@ class CountsAcross(Stack):
 
 
 class Recurrent(nn.Module):
-    """Recurrent layers, rows first, one after the other, between linear ones."""
+    """Batch-first recurrent layers in sequence, between linear ones."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -267,7 +267,7 @@ class Recurrent(nn.Module):
 
 
 class Packed(nn.Module):
-    """A recurrent layer over rows of unlike length."""
+    """A recurrent layer over packed rows of different lengths."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -281,7 +281,7 @@ class Packed(nn.Module):
 
 
 class Cells(nn.Module):
-    """A loop in Python over a recurrent cell."""
+    """A Python loop over a recurrent cell."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -298,7 +298,7 @@ class Cells(nn.Module):
 
 
 class Lora(nn.Module):
-    """Frozen layers, each with a small one beside it that is trained."""
+    """Frozen layers, each with a small trained one next to it."""
 
     class Layer(nn.Module):
         def __init__(self, base: nn.Linear) -> None:
@@ -326,7 +326,7 @@ class Lora(nn.Module):
 
 
 class FrozenStart(Stack):
-    """The first half is frozen, and run without gradients."""
+    """The first half is frozen, and runs without gradients."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -341,7 +341,7 @@ class FrozenStart(Stack):
 
 
 class WeightNorm(Stack):
-    """Weights made of a length and a direction: two blocks the new way, one the old; and a spectral norm."""
+    """Parametrized weights: two with a weight norm, one orthogonal."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -351,7 +351,7 @@ class WeightNorm(Stack):
 
 
 class OldWeightNorm(Stack):
-    """A hook computes the weight before each forward, as torch had it first."""
+    """The older weight norm of torch: a hook computes the weight before each forward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -362,7 +362,7 @@ class OldWeightNorm(Stack):
 
 
 class SpectralNorm(Stack):
-    """Its buffers change in every forward of training."""
+    """Its buffers change in every training forward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -370,7 +370,7 @@ class SpectralNorm(Stack):
 
 
 class InContainers(nn.Module):
-    """Modules in a dictionary of modules, a plain one and a list, which no name leads to but the last."""
+    """Modules in a ModuleDict, and again in a plain list and a plain dictionary."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -389,7 +389,7 @@ class InContainers(nn.Module):
 
 
 class Hidden(Stack):
-    """Parameters in a plain list: torch does not see them, and neither does an optimizer."""
+    """Tensors in a plain list, which neither torch nor an optimizer sees."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -404,7 +404,7 @@ class Hidden(Stack):
 
 
 class NoCopy(Stack):
-    """Has what no deepcopy takes: a lock, a generator."""
+    """Holds objects that deepcopy does not support: a lock, a generator."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -416,7 +416,7 @@ class NoCopy(Stack):
 
 
 class Compiled(Stack):
-    """Blocks that torch.compile takes, with a back end that compiles nothing."""
+    """Blocks wrapped by torch.compile, with a back end that compiles nothing."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -424,7 +424,7 @@ class Compiled(Stack):
 
 
 class CompiledInside(Stack):
-    """The same by the method that modules have."""
+    """The same with the ``compile`` method of modules."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -453,7 +453,7 @@ class OwnFunction(Stack):
 
 
 class Attended(nn.Module):
-    """torch's own attention and encoder layers, over masks."""
+    """torch's own attention and encoder layers, with masks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -478,7 +478,7 @@ def ids(rows: int) -> dict[str, Any]:
 
 
 def _chain() -> nn.Module:
-    """Nothing but torch's own layers, one of them called twice by its list."""
+    """Return a model of torch's own layers only; one of them is in its list twice."""
     shared = mlp()
     return nn.Sequential(nn.Linear(8, 16), shared, mlp(), shared, nn.Linear(16, 6))
 

@@ -1,4 +1,4 @@
-"""Models of transformers for pictures, tiny."""
+"""Tiny image models of transformers."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def see(rows: int, size: int = 16) -> dict[str, Any]:
 
 
 def _hidden(rows: int) -> dict[str, Any]:
-    """What is hidden is drawn from this noise."""
+    """Return images with the noise from which the hidden patches are drawn."""
     return {**see(rows), "noise": draw(rows, 16)}
 
 
@@ -169,7 +169,7 @@ PICTURES["ImageGPT"] = Entry(_MADE["ImageGPT"], _tokens_of_pictures)
 PICTURES["BiT"] = Entry(
     of("BitForImageClassification", CONV, num_groups=4),
     _look_closely,
-    close=1e-3,  # it divides by how far its weights are apart: in float32 alone it is 3e-5 off
+    close=1e-3,  # it divides by the deviation of its weights: float32 alone is off by 3e-5
 )
 PICTURES["DPT"] = Entry(
     of(
@@ -181,7 +181,7 @@ PICTURES["DPT"] = Entry(
         reassemble_factors=[1, 1, 1, 1],
     ),
     see,
-    close=1e-3,  # of 128 x 128 numbers: in float32 alone it is 2e-4 off
+    close=1e-3,  # for 128 x 128 numbers: float32 alone is off by 2e-4
 )
 PICTURES["ViT-MAE"] = Entry(
     of(

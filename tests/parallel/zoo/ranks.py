@@ -1,4 +1,4 @@
-"""What a rank does with a model of the zoo: it is laid out and trained, beside another that is not."""
+"""Code that a rank runs with a model of the zoo: it is laid out and trained, next to the whole model."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ Part = tuple[dict[str, Any], Tensor]
 
 
 def train(name: str, axes: dict[str, int], device: str = "cpu") -> dict[str, Any]:
-    """Predict, train two steps and predict again: how far everything is apart from the whole model, relative.
+    """Predict, train two steps and predict again; return the relative differences from the whole model.
 
-    The whole model is given the same parts of the batch, one after the other; statistics of the first replica count.
-    ``cut``: how many of its tensors tensor parallel ranks have parts of, and of how many.
+    The whole model runs the same parts of the batch in sequence; the statistics of the first replica count. ``cut``:
+    how many of its tensors tensor parallel ranks have parts of, and the number of all.
     """
     entry, mesh = ENTRIES[name], mesh_of(torch.device(device).type, **axes)
     model, whole = entry.model(), entry.model().to(device)
@@ -63,7 +63,7 @@ def train(name: str, axes: dict[str, int], device: str = "cpu") -> dict[str, Any
             optimizer.step()
             optimizer.zero_grad()
     found["parameter"] = _apart(laid_out, whole, lambda parameter: parameter.detach())
-    output = laid_out.predict(mine[0])  # statistics too are those of the first replica from here on
+    output = laid_out.predict(mine[0])  # from here on statistics too are the first replica's
     right = replicas.predict(_cut(*mine, laid_out.num_microbatches))
     if laid_out.is_last:
         found["output"] = max(found["output"], _outputs_apart(output, right))
@@ -77,7 +77,7 @@ def train(name: str, axes: dict[str, int], device: str = "cpu") -> dict[str, Any
 
 
 class _Replicas:
-    """The whole model in the place of all replicas: one set of parameters, and buffers for each."""
+    """The whole model in place of all replicas: one set of parameters, and buffers for each replica."""
 
     def __init__(self, whole: nn.Module, count: int, me: int) -> None:
         self.whole = whole
@@ -85,7 +85,7 @@ class _Replicas:
         self._me = me
 
     def mine(self) -> nn.Module:
-        """The model with the buffers of this replica."""
+        """Return the model with the buffers of this replica."""
         self._take(self._me)
         return self.whole
 
@@ -102,7 +102,10 @@ class _Replicas:
 
     @torch.no_grad()
     def predict(self, parts: Sequence[Part]) -> list[Tensor]:
-        """By microbatch, joined as a user is given them. From here on all replicas have the buffers of the first."""
+        """Return predictions of the microbatches, joined as for a user.
+
+        From here on all replicas have the buffers of the first one.
+        """
         self._take(0)
         self._buffers = [self._state() for _ in self._buffers]
         modes = [module.training for module in self.whole.modules()]
@@ -122,7 +125,7 @@ class _Replicas:
 
 
 def weighted(output: Any, weights: Tensor) -> Tensor:
-    """Of every number in its own way: a mean would leave many gradients next to nothing."""
+    """Weight every number differently: with a plain mean many gradients would be almost zero."""
     total = weights.new_zeros(())
     for leaf in float_leaves(output):
         numbers = torch.view_as_real(leaf) if leaf.is_complex() else leaf.float()
@@ -136,21 +139,21 @@ def weighted(output: Any, weights: Tensor) -> Tensor:
 
 
 def full(tensor: Tensor) -> Tensor:
-    if isinstance(tensor, DTensor):  # from the CPU: gloo, where ranks share a GPU, fails on it
+    if isinstance(tensor, DTensor):  # on the CPU, as gloo fails where ranks share a GPU
         tensor = tensor.cpu().full_tensor().to(tensor.device)
     whole = tensor
     return whole.to_dense() if whole.is_sparse else whole
 
 
 def _optimizer(entry: Entry, model: Any) -> torch.optim.Optimizer:
-    # A step of 1e-2 for a gradient of rounding errors would be one; a gradient that is zero is none to torch's FSDP2.
+    # Without a large eps, rounding errors in a gradient make full steps. FSDP2 reports zero gradients as none.
     more = {"eps": 0.1, "weight_decay": 0.0} if entry.optimizer == "AdamW" else {}
     made: torch.optim.Optimizer = getattr(torch.optim, entry.optimizer)(list(model.parameters()), lr=1e-2, **more)
     return made
 
 
 def _cut(batch: dict[str, Any], weights: Tensor, count: int) -> list[Part]:
-    """What has the batch's rows is cut, everything else is in each part."""
+    """Cut the tensors that have the batch's rows; everything else goes whole into each part."""
     rows, parts = len(weights), list[Part]()
     for index, part in enumerate(weights.chunk(count)):
         is_of_rows = {
@@ -170,7 +173,7 @@ def _outputs_apart(output: Any, expected: Sequence[Tensor]) -> float:
 
 
 def _relative(found: Tensor, expected: Tensor, *, least: float = 1e-12) -> float:
-    """Nothing here raises: another rank would wait for this one."""
+    """Return the largest relative difference; it never raises, as another rank would wait for this one."""
     is_alike = (found.shape, found.dtype) == (expected.shape, expected.dtype)
     if not is_alike or not torch.equal(found.isnan(), expected.isnan()):
         return float("inf")
@@ -178,7 +181,7 @@ def _relative(found: Tensor, expected: Tensor, *, least: float = 1e-12) -> float
 
 
 def _apart(laid_out: par.ParallelModel, whole: nn.Module, of: Callable[[Tensor], Tensor | None]) -> float:
-    """Relative to the largest of its tensor, or a hundredth of the largest of all; one that is missing is far off."""
+    """Return the largest difference, relative to its tensor or to a hundredth of all; a missing one is infinite."""
     references = {name: of(each) for name, each in whole.named_parameters(remove_duplicate=False)}
     references = {name: None if each is None else full(each) for name, each in references.items()}
     largest = max(float(each.abs().max()) for each in references.values() if each is not None and each.numel())
@@ -189,7 +192,7 @@ def _apart(laid_out: par.ParallelModel, whole: nn.Module, of: Callable[[Tensor],
             most = max(most, float("inf") if expected is not None and expected.any() else 0.0)
             continue
         if plan is not None:
-            found = par.to_saved_order(name, found.cpu(), plan).to(found.device)  # as in full
+            found = par.to_saved_order(name, found.cpu(), plan).to(found.device)  # on the CPU as in full()
         found = full(found)
         expected = torch.zeros_like(found) if expected is None else expected
         most = max(most, _relative(found, expected, least=1e-2 * largest))
@@ -207,7 +210,10 @@ def _buffers_apart(laid_out: par.ParallelModel, replicas: _Replicas) -> float:
 
 
 def _missing(laid_out: par.ParallelModel, whole: nn.Module) -> str:
-    """Parameters of the whole model that no rank has under any of their names. Collective: all ranks."""
+    """Return the parameters of the whole model that no rank has under any of their names.
+
+    Collective: all ranks.
+    """
     here = [name for name, _ in laid_out.named_parameters()]
     there = {name for names in laid_out.gather(here, of_one_copy=True) for name in names}
     names: dict[int, list[str]] = {}

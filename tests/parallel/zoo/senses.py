@@ -1,4 +1,4 @@
-"""Models of transformers for sound, and for pictures beside text, tiny."""
+"""Tiny transformers models for sound, and for images with text."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ _SOUND = {
     "num_conv_pos_embeddings": 4,
     "num_conv_pos_embedding_groups": 2,
     "vocab_size": 32,
-    "mask_time_prob": 0.0,  # what is hidden is drawn by numpy
+    "mask_time_prob": 0.0,  # numpy draws what is masked
     "mask_feature_prob": 0.0,
 }
-_IMAGE = 95  # the token in whose place a picture is
+_IMAGE = 95  # the token that stands for a picture
 
 
 def hear(rows: int) -> dict[str, Any]:
@@ -40,7 +40,7 @@ def compare(rows: int) -> dict[str, Any]:
 
 
 def describe(rows: int) -> dict[str, Any]:
-    """A text around a picture of 16 patches."""
+    """Return a text with a picture of 16 patches inside."""
     ids = tokens(rows, 24, below=_IMAGE)
     ids[:, 2:18] = _IMAGE
     return {
@@ -52,14 +52,14 @@ def describe(rows: int) -> dict[str, Any]:
 
 
 def _pair(kind: str, **more: Any) -> Callable[[], nn.Module]:
-    """One model for texts, one for pictures, that are compared."""
+    """Return a maker of a text model and an image model whose outputs are compared."""
     return of(
         kind, {"text_config": {**TEXT, "projection_dim": 16}, "vision_config": PICTURE, "projection_dim": 16, **more}
     )
 
 
 def _seeing(kind: str, config: str, vision: str, text: str, **more: Any) -> Callable[[], nn.Module]:
-    """A language model that is given pictures."""
+    """Return a maker of a language model that takes images."""
 
     def make() -> nn.Module:
         import transformers
@@ -95,7 +95,7 @@ SENSES = {
     "CLIP": Entry(_pair("CLIPModel"), compare),
     "SigLIP": Entry(_pair("SiglipModel"), compare),
     "AltCLIP": Entry(_pair("AltCLIPModel"), compare),
-    # Its loss is what is left of larger numbers: in float32 alone it is 2e-4 off.
+    # Its loss is a small difference of larger numbers: float32 alone is off by 2e-4.
     "ChineseCLIP": Entry(_pair("ChineseCLIPModel"), compare, close=1e-3),
     "Blip": Entry(_pair("BlipModel"), compare),
     "X-CLIP": Entry(

@@ -1,4 +1,4 @@
-"""Models of the zoo tried in every layout, on real ranks that are kept from one to the next."""
+"""Trials of the zoo's models in every layout, on real ranks that are reused between trials."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ LAYOUTS: dict[str, dict[str, int]] = {
     "dp_shard": {"dp_shard": 2},
     "pp x tp": {"pp": 2, "tp": 2},
 }
-_LIMIT_S = 100.0  # of a hang; a loaded machine takes its time
+_LIMIT_S = 100.0  # for a hang; a loaded machine is slow
 _IMPORT = f"import sys; sys.path.insert(0, {str(Path(__file__).parent.parent)!r}); from zoo import ranks"
-# Sums are those of float32; ranks that share a GPU are the session's on the CPU.
+# Sums are in float32 without TF32; ranks that share a GPU are those of the session on the CPU.
 _ON_GPU = """
 torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
 there = f"cuda:{local_rank % torch.cuda.device_count()}"
@@ -39,10 +39,11 @@ _QUIET = "import logging, warnings; warnings.simplefilter('ignore'); logging.dis
 
 @dataclass(frozen=True)
 class Outcome:
-    """``kind``: "right", "refused" (a SpecError, whose words are ``told``), "wrong", "error", "hang", or "not possible
-    here" where the whole model does not run.
+    """The outcome of one trial.
 
-    ``cut``: how many of its tensors tensor parallel ranks have parts of, and of how many.
+    ``kind``: "right", "refused" (a SpecError, with its message in ``told``), "wrong", "error", "hang", or "not possible
+    here" if the whole model does not run. ``cut``: how many of its tensors tensor parallel ranks have parts of, and the
+    number of all.
     """
 
     kind: str
@@ -54,9 +55,9 @@ class Outcome:
 
 
 class Trials:
-    """Sessions of 2 and 4 ranks, each started when it is wanted first, and anew after a hang.
+    """Sessions of 2 and 4 ranks, each started when it is first needed, and restarted after a hang.
 
-    ``device``: of the models, "cpu" or "cuda": there ranks share a GPU, over gloo, where each cannot have its own.
+    ``device``: of the models, "cpu" or "cuda". With "cuda" ranks share a GPU over gloo if there are not enough GPUs.
     """
 
     def __init__(self, device: str = "cpu") -> None:
@@ -86,7 +87,7 @@ class Trials:
             return Outcome("error" if " failed with " in told else "hang", told)
         except RankLost as exc:
             self._drop(session)
-            return Outcome("error", f"RankLost: {exc}")  # with its last words
+            return Outcome("error", f"RankLost: {exc}")  # its text has the rank's last words
         except RankError as exc:
             return _of_errors(exc)
         return _of_figures(values, close=ENTRIES[name].close)
@@ -113,7 +114,7 @@ class Trials:
 
 @functools.cache
 def _why_it_does_not_run(name: str, device: str) -> str:
-    """Some models make tensors on the CPU, wherever their parameters are."""
+    """Return why the whole model does not run: some models make tensors on the CPU, wherever their parameters are."""
     entry = ENTRIES[name]
     try:
         entry.model().to(device)(**on(device, entry.inputs(2)))
@@ -123,7 +124,7 @@ def _why_it_does_not_run(name: str, device: str) -> str:
 
 
 def _of_errors(exc: RankError) -> Outcome:
-    """By the first that does not follow from another rank's."""
+    """Return the outcome for the first error that does not follow from another rank's."""
     errors = sorted(exc.errors.values(), key=lambda error: (error.follows_another, error.rank))
     first = errors[0]
     kinds = {error.name for error in errors if not error.follows_another}
@@ -137,7 +138,7 @@ def _of_errors(exc: RankError) -> Outcome:
 
 
 def _of_look(name: str, device: str) -> Outcome:
-    """In this process, without a word: a dry run wants no process group."""
+    """Inspect the model in this process, without output: a dry run needs a process without a process group."""
     disabled = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:

@@ -1,4 +1,4 @@
-"""Models of transformers as people use them: with labels, a cache, heads and adapters of their own."""
+"""Models of transformers as people use them: with labels, a cache, and their own heads and adapters."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .own_parts import Lora
 
 
 class OnHiddenStates(nn.Module):
-    """A head on what one of the layers gives, which the model keeps where it is asked for it."""
+    """A head on the hidden states of one layer, which the model returns on request."""
 
     def __init__(self, layer: int) -> None:
         super().__init__()
@@ -28,7 +28,7 @@ class OnHiddenStates(nn.Module):
 
 
 def _adapted() -> nn.Module:
-    """Frozen, with small layers beside those of its attention."""
+    """Return a frozen model with small trained layers next to those of its attention."""
     model = of("LlamaForCausalLM", GROUPED)().requires_grad_(False)
     for layer in model.model.layers:
         for name in ("q_proj", "v_proj"):
@@ -37,7 +37,7 @@ def _adapted() -> nn.Module:
 
 
 def _recomputing() -> nn.Module:
-    """As transformers has it: layers are run again in the backward pass."""
+    """Return a model with transformers' gradient checkpointing, which recomputes layers in the backward pass."""
     model = of("LlamaForCausalLM", GROUPED)()
     model.gradient_checkpointing_enable()
     return model
@@ -48,7 +48,7 @@ def _with_labels(inputs: Callable[[int], dict[str, Any]]) -> Callable[[int], dic
 
 
 def _cached(rows: int) -> dict[str, Any]:
-    """Nobody says that no cache is wanted."""
+    """Return inputs that leave the cache on, as by default."""
     return {"input_ids": tokens(rows), "attention_mask": padding(rows)}
 
 
