@@ -71,7 +71,10 @@ def apart(model: nn.Module, reference: nn.Module, plan: Any, of: Callable[[Tenso
 
 
 def train(kind: str, *, dtype: torch.dtype = torch.float64, tp: int = 2, **options: Any) -> dict[str, Any]:
-    """Steps of AdamW with clipping, beside the whole model: how far losses, gradients, parameters are apart."""
+    """Train with AdamW and clipping; return the differences from the whole model.
+
+    They are those of losses, gradients and their norms, parameters and outputs.
+    """
     model, call = made_as(kind, dtype)
     reference, _ = made_as(kind, dtype)  # created again, as some cannot be copied
     for module in reference.modules():

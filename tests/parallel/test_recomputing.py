@@ -46,7 +46,7 @@ def test_what_is_computed_again_is_not_kept(session: Session, axes: dict[str, in
     for rank in range(2):
         assert [found[rank]["products"] for found in (none, selective, full)] == [16, 16, 28]
         assert [found[rank]["gelu"] for found in (none, selective, full)] == [4, 8, 8]
-    last = max(none, key=lambda rank: none[rank]["bytes"])  # only this rank computes the loss
+    last = max(none, key=lambda rank: none[rank]["bytes"])  # with pp only this rank computes the loss
     kept = [found[last]["bytes"] for found in (none, selective, full)]
     assert kept[0] > 1.1 * kept[1] and kept[1] > 2 * kept[2] > 0
 
