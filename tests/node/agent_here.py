@@ -1,4 +1,4 @@
-"""An agent by itself, and who connects to it: a notebook, or a worker."""
+"""An agent process on its own, for tests that connect to it as a notebook or a worker would."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Agent:
 
 
 class Peer:
-    """One connection to the agent, as a notebook has it."""
+    """A connection to the agent, as a notebook or a worker opens it."""
 
     def __init__(self, sock: socket.socket) -> None:
         self.sock = sock
@@ -44,7 +44,10 @@ class Peer:
         self.sock.sendall(b"".join(to_frame(message).to_bytes() for message in messages))
 
     def receive(self, kind: type[Message] | tuple[type[Message], ...]) -> Message:
-        """The next message of ``kind``; others are dropped. Raises: EOFError when the agent hangs up."""
+        """Return the next message of ``kind`` and drop all others.
+
+        Raises: EOFError when the agent closes the connection.
+        """
         while True:
             while self._arrived:
                 message = self._arrived.pop(0)
@@ -63,7 +66,7 @@ class Peer:
 
 @contextlib.contextmanager
 def agent_running(**env: str) -> Iterator[Agent]:
-    """An agent in a folder of its own, which ends with it; ``env`` is added to its environment."""
+    """Run an agent in a temporary folder, removed at the end; ``env`` is added to its environment."""
     with tempfile.TemporaryDirectory() as base, contextlib.ExitStack() as sockets:
         folder = Path(base) / "mine"
         folder.mkdir(mode=0o700)

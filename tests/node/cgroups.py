@@ -1,4 +1,4 @@
-"""Cgroups for tests in which the kernel keeps a process short of something. Only that process is ever in one."""
+"""Cgroups for tests in which the kernel limits a resource of a process. Only that process is ever moved into one."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
-_ROOT = Path("/sys/fs/cgroup")  # version 1 has a folder there for each controller
+_ROOT = Path("/sys/fs/cgroup")  # cgroup v1 has a subfolder for each controller
 
 
 class MemoryCgroup:
-    """A cgroup with a limit of its own, or without."""
+    """A memory cgroup, with or without a limit of its own."""
 
     def __init__(self, folder: Path, limit_bytes: int | None) -> None:
         self.folder = folder
@@ -26,7 +26,10 @@ class MemoryCgroup:
                 )
 
     def add(self, pid: int) -> None:
-        """Move a process here, as the one to end should the machine itself run short. What it has counts elsewhere."""
+        """Move a process into the cgroup; memory that it already uses stays charged to its old cgroup.
+
+        If the machine itself runs out of memory, the kernel kills this process first.
+        """
         Path(f"/proc/{pid}/oom_score_adj").write_text("1000")
         (self.folder / "cgroup.procs").write_text(str(pid))
 
@@ -36,16 +39,16 @@ class MemoryCgroup:
 
 @contextlib.contextmanager
 def memory_cgroup(limit_bytes: int | None = None, *, below: MemoryCgroup | None = None) -> Iterator[MemoryCgroup]:
-    """Make one for the block, as ``cgroup`` does. Raises: OSError where none can be made."""
+    """Create a memory cgroup for the block, as ``cgroup`` does. Raises: OSError when it cannot be created."""
     with cgroup("memory", below=below.folder if below else None) as folder:
         yield MemoryCgroup(folder, limit_bytes)
 
 
 @contextlib.contextmanager
 def cgroup(controller: str, *, below: Path | None = None) -> Iterator[Path]:
-    """Make a cgroup for the block. Who is still in it at the end goes back to where the tests are.
+    """Create a cgroup for the block. Processes still in it at the end move back to the cgroup of the tests.
 
-    Raises: OSError where none can be made: not root, or a container.
+    Raises: OSError when no cgroup can be created: without root, or in a container.
     """
     top, home = _find_hierarchy(controller)
     if below is not None and not is_version_1(controller):
@@ -70,14 +73,14 @@ def _remove(folder: Path, home: Path) -> None:
                 (home / "cgroup.procs").write_text(pid)
         try:
             return folder.rmdir()
-        except OSError:  # one that was ended is still leaving
+        except OSError:  # a killed process has not left the cgroup yet
             if time.monotonic() > deadline:
                 raise
         time.sleep(0.01)
 
 
 def can_make_cgroups() -> bool:
-    """Try it: a process goes into a cgroup and out again."""
+    """Return whether a process can be moved into a new cgroup."""
     try:
         with memory_cgroup(64 << 20) as group, subprocess.Popen(["sleep", "10"]) as process:
             try:
@@ -90,7 +93,10 @@ def can_make_cgroups() -> bool:
 
 
 def _find_hierarchy(controller: str) -> tuple[Path, Path]:
-    """The folder to make cgroups in, and that of this process; raises FileNotFoundError where there is none."""
+    """Return the folder in which to create cgroups, and the folder of this process's cgroup.
+
+    Raises: FileNotFoundError when cgroup v2 does not delegate the controller.
+    """
     if is_version_1(controller):
         top, name = _ROOT / controller, controller
     elif controller in (_ROOT / "cgroup.subtree_control").read_text().split():

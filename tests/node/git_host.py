@@ -1,4 +1,4 @@
-"""A git host on loopback: `git http-backend` behind HTTP, which may want a token; and repositories to put there."""
+"""A git host on loopback: `git http-backend` behind HTTP, optionally with a token; and repositories to publish."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _GIT = (
 
 
 def git(*args: str, at: Path, given: str = "") -> str:
-    """Run git as a user would, with what is ``given`` as its input; return what it prints."""
+    """Run git as a user would, with ``given`` as its standard input; return its output."""
     env = {"PATH": os.environ["PATH"], "HOME": str(at), "GIT_CONFIG_NOSYSTEM": "1", "GIT_CONFIG_GLOBAL": os.devnull}
     done = subprocess.run(
         ["git", *_GIT, *args], cwd=at, env=env, input=given, capture_output=True, text=True, timeout=30
@@ -35,7 +35,7 @@ def git(*args: str, at: Path, given: str = "") -> str:
 
 
 def commit(work: Path, files: Mapping[str, str | bytes], *, message: str = "x") -> str:
-    """Commit files, and what else stands in ``work``, a repository that is made; returns the commit."""
+    """Commit ``files`` and all other changes in the repository ``work``, created if missing; return the commit id."""
     work.mkdir(parents=True, exist_ok=True)
     if not (work / ".git").exists():
         git("init", "--quiet", at=work)
@@ -50,20 +50,20 @@ def commit(work: Path, files: Mapping[str, str | bytes], *, message: str = "x") 
 
 @dataclass
 class GitHost:
-    """Serves the bare repositories in ``root``; with a ``token``, to those alone who give it."""
+    """A server of the bare repositories in ``root``; with a ``token``, only requests that carry it are served."""
 
     root: Path
     port: int
     token: str = ""
-    leads_to: str = ""  # where it sends all who ask
+    leads_to: str = ""  # the base URL to which all requests are redirected
     before_asked: dict[str, Callable[[], object]] = field(default_factory=dict)  # by path
-    asked: list[tuple[str, str]] = field(default_factory=list)  # path, and who asked
+    asked: list[tuple[str, str]] = field(default_factory=list)  # path and user:password of each request
 
     def url(self, name: str) -> str:
         return f"http://127.0.0.1:{self.port}/{name}"
 
     def publish(self, work: Path, name: str) -> str:
-        """Put a repository there; returns its URL."""
+        """Push the repository ``work`` to the host as ``name``; return its URL."""
         if (self.root / name).exists():
             git("push", "--quiet", "--mirror", str(self.root / name), at=work)
         else:

@@ -1,4 +1,4 @@
-"""Jobs on this machine, in folders of the test's own, by the service that notebooks talk to."""
+"""Jobs on this machine, in folders of the test, run through the job service that notebooks use."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LIMIT_S = 60.0
 
 @contextlib.contextmanager
 def own_folders(base: Path) -> Iterator[Path]:
-    """Where this test's jobs are; what the service reads says so."""
+    """Yield the folder of this test's jobs; environment variables point the job service to it."""
     run = base / "run"
     run.mkdir(mode=0o700)
     with pytest.MonkeyPatch.context() as patch:
@@ -59,7 +59,7 @@ def status_of(talk: Talk, order: JobOrder) -> dict[str, Any]:
 
 
 class Followed:
-    """What a job has said so far: bytes by name, and its last state."""
+    """The log bytes of a followed job by file name, and its last status."""
 
     def __init__(self, order: JobOrder, offsets: dict[str, int] | None = None) -> None:
         self.order = order
@@ -73,7 +73,7 @@ class Followed:
         return self
 
     def take(self, talk: Talk) -> bool:
-        """False at the end."""
+        """Take one message about the job; return False at the end of the stream."""
         said = talk.hear("data", "status", "end")
         if said["type"] == "status":
             (self.job,) = said["jobs"]
@@ -90,7 +90,7 @@ class Followed:
         return self
 
     def until(self, talk: Talk, words: bytes, *, name: str) -> Followed:
-        """Follow until these words have come, then no more."""
+        """Follow the job until ``words`` are in the log ``name``, then stop following."""
         while words not in self.data.get(name, b""):
             assert self.take(talk), f"the job ended before it printed {words!r}: {self.job} {self.data}"
         talk.say("enough")

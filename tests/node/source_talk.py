@@ -1,4 +1,4 @@
-"""A talk with what serves the order "source" on a node, in a thread of this process."""
+"""A connection to the handler of "source" orders, as on a node, in a thread of this process."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from detrain_nb.node.job.sources import handle_source
 
 
 class Sender:
-    """What is said goes at once: nothing is left to be sent when the other side has hung up."""
+    """A writer without a buffer: no unsent bytes are left when the other side closes the connection."""
 
     def __init__(self, sock: socket.socket) -> None:
         self.write = sock.sendall
 
     def flush(self) -> None:
-        """Nothing is kept."""
+        """Do nothing: there is no buffer."""
 
 
 @contextlib.contextmanager
 def source_talk(cache: Path, *, limits: GitLimits | None = None, limit_s: float = 20.0) -> Iterator[Talk]:
-    """Serve orders until one fails, as the service of jobs does; ``cache`` is made."""
+    """Serve orders until one fails, as the job service does; ``cache`` is created."""
     cache.mkdir(parents=True, exist_ok=True)
     ours, theirs = socket.socketpair()
     ours.settimeout(limit_s)

@@ -1,4 +1,4 @@
-"""The agent by itself: who may talk to it, and what it does with nonsense."""
+"""The agent on its own: which connections it accepts, and how it handles invalid input."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_agent_says_what_it_runs_on(agent: Agent) -> None:
 
 @pytest.mark.parametrize("holder", ["second", "mine"])
 def test_second_notebook_is_refused_and_the_first_goes_on(agent: Agent, holder: str) -> None:
-    """The one too that has started the session and given it its name."""
+    """A notebook whose holder name equals the session's name is refused like any other."""
     first, second = agent.connect(), agent.connect()
     first.send(Attach("mine", "first"))
     first.receive(Attached)
@@ -83,7 +83,7 @@ def test_notebook_of_another_protocol_is_refused(agent: Agent) -> None:
 
 
 def test_notebook_of_before_the_kinds_is_refused_in_words_that_it_reads(agent: Agent) -> None:
-    """Its frames had the type in the header, and eight bytes for the number."""
+    """Before protocol 6, frames had the message type in the header and an eight-byte number."""
     said = {"session": "mine", "holder": "test", "steal": True, "resumes": False, "protocol": 5, "type": "Attach"}
     header = json.dumps(said).encode()
     notebook = agent.connect()
@@ -100,7 +100,7 @@ def test_notebook_of_before_the_kinds_is_refused_in_words_that_it_reads(agent: A
 
 @pytest.mark.parametrize("size_bytes", [0, 1 << 20])
 def test_notebook_that_counts_hears_what_has_come(agent: Agent, size_bytes: int) -> None:
-    """At once when it has sent much; else with what is said anyway, or soon."""
+    """The agent acknowledges at once after much data, otherwise with its next message or soon after."""
     notebook = agent.connect()
     notebook.send(Attach("mine", "test"))
     notebook.receive(Attached)
@@ -190,7 +190,7 @@ def test_rank_whose_worker_talks_nonsense_is_told_to_be_gone(
 
 
 def test_end_leaves_the_spool_of_its_successor_alone(agent: Agent) -> None:
-    """A launcher that does not end at once holds up the end: the name is free by then."""
+    """A slow launcher delays the agent's exit; by then another session may use the same folder."""
     notebook, worker = agent.connect(), agent.connect()
     notebook.send(Attach("mine", "test"), Launch(["sh", "-c", "sleep 3; true"], {}, [0], 0.0, None))
     notebook.receive(Attached)
@@ -227,7 +227,7 @@ def test_other_user_is_turned_away_even_with_the_folder_open(agent: Agent) -> No
 
 @pytest.mark.slow
 def test_agent_that_reads_no_further_says_that_it_is_there(agent: Agent) -> None:
-    """A rank that takes nothing holds back the notebook, whose signs of life nobody reads then."""
+    """If a rank reads nothing, the agent stops reading from the notebook, but must still send it signs of life."""
     notebook, worker = agent.connect(), agent.connect()
     notebook.send(Attach("mine", "test"))
     notebook.receive(Attached)
@@ -236,7 +236,7 @@ def test_agent_that_reads_no_further_says_that_it_is_there(agent: Agent) -> None
     for number in (1, 2):
         push = RunCell([0], [1], number, "x" * (12 << 20))
         notebook.sock.sendall(to_frame(push).to_bytes(number=number))
-    for _ in range(3):  # the last one, when all has come, says nothing else
+    for _ in range(3):  # after all messages have arrived, the last one only shows that the agent lives
         assert isinstance(notebook.receive(Received), Received)
 
 
@@ -273,7 +273,7 @@ def test_messages_of_ranks_are_numbered_without_a_gap_and_the_end_is_clean(agent
 
 @pytest.mark.slow
 def test_full_disk_under_the_spool_is_told_and_the_cell_goes_on(tmp_path: Path) -> None:
-    """The kernel lets no file of these processes grow over 200 KB, as a full disk would not."""
+    """A limit of 200 KB on the size of every file of these processes imitates a full disk."""
     code = """
 import resource, signal, sys
 from detrain_nb import Session

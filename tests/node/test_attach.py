@@ -1,4 +1,4 @@
-"""The attach program, started as on a node: what it says of an agent that it cannot ask."""
+"""The attach program, started as on a node: its report on an agent that it cannot query."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_agent_that_is_gone_is_said_to_be(folder: Path, tmp_path: Path) -> None:
 
 
 def test_error_of_the_disk_does_not_say_that_the_agent_is_gone(folder: Path, tmp_path: Path) -> None:
-    os.symlink("agent.lock", folder / "agent.lock")  # whoever opens it gets an error that is not the file's absence
+    os.symlink("agent.lock", folder / "agent.lock")  # opening this loop fails with ELOOP, not ENOENT
     said = _attach(tmp_path)
     assert said["kind"] == "LaunchError", said
     assert "agent.lock" in said["text"]

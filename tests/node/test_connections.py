@@ -1,4 +1,4 @@
-"""What is shut when a generation ends: the connections its groups opened, and nothing else."""
+"""The end of a generation shuts the connections that its groups opened, and no others."""
 
 from __future__ import annotations
 
@@ -54,7 +54,8 @@ def test_what_was_recorded_is_shut_and_nothing_else(listener: socket.socket) -> 
             nested = _connect(listener)
         with socket.create_server(("127.0.0.1", 0)) as server:
             assert connections.shut(most_peers=2) == 4, "both ends of two connections, while it is still recorded"
-            for number in range(2):  # a listening socket that is new may be that of a group: its peers hang up
+            # A new listening socket may belong to a group: ``shut`` connects to it as each peer and hangs up.
+            for number in range(2):
                 _hear_peer(server, number)
             with pytest.raises(TimeoutError):
                 socket.create_connection(server.getsockname(), timeout=0.2)

@@ -1,4 +1,4 @@
-"""Who is at the other end of a connection on this machine: a process of this user, or the group is not used."""
+"""The owner of a local connection's far end: a group is used only if that process belongs to this user."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ sys.stdin.read()
 def _connected(
     host: str = "127.0.0.1", *, uid: int = 0, source: str = "", then: str = "stay"
 ) -> Iterator[socket.socket]:
-    """Our end of a connection that a process of ``uid`` has made."""
+    """Yield our end of a connection that a process of user ``uid`` has opened."""
     is_mapped = host.startswith("::ffff:")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.create_server(("::" if is_mapped else host, 0), family=family, dualstack_ipv6=is_mapped) as server:
@@ -84,7 +84,7 @@ def test_another_address_of_this_machine_hides_nobody() -> None:
 
 @needs_root
 def test_who_has_left_what_it_said_is_not_taken_for_root(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernel says uid 0 of a connection that no process holds."""
+    """The kernel reports uid 0 for a connection that no process holds."""
     monkeypatch.setattr(far_ends, "_LIMIT_S", 0.1)
     with _connected(uid=_UID, then="leave") as left, pytest.raises(SessionError, match="has no owner"):
         _look(left)
@@ -113,7 +113,7 @@ except ForeignConnection as exc:
 
 @needs_root
 def test_who_has_no_number_in_a_user_namespace_is_not_taken_for_the_user_who_has_theirs() -> None:
-    """As in a container that nobody runs: the kernel says 65534 there of everybody outside."""
+    """In a container of the user 65534 (nobody), the kernel reports 65534 for every user outside it, too."""
     if subprocess.run([*_AS_NOBODY, "true"], capture_output=True, timeout=20).returncode:
         pytest.skip("this system makes no user namespaces")
     here = subprocess.Popen([*_AS_NOBODY, sys.executable, "-c", _SERVE], stdout=subprocess.PIPE, text=True)
@@ -129,7 +129,7 @@ def test_who_has_no_number_in_a_user_namespace_is_not_taken_for_the_user_who_has
 
 @contextlib.contextmanager
 def _another_user() -> Iterator[None]:
-    """Sockets that are made in here are of another user."""
+    """Make sockets that are created in the block belong to another user."""
     os.seteuid(_UID)
     try:
         yield
@@ -138,7 +138,7 @@ def _another_user() -> Iterator[None]:
 
 
 def _let_in(server: socket.socket, *, is_foreign: bool = True) -> tuple[socket.socket, socket.socket]:
-    """A connection at the server: our end, and that of another user."""
+    """Connect to ``server``, as another user if ``is_foreign``; return the accepted end and the connecting one."""
     with _another_user() if is_foreign else contextlib.nullcontext():
         other = socket.socket()
     other.connect(server.getsockname())
@@ -148,7 +148,7 @@ def _let_in(server: socket.socket, *, is_foreign: bool = True) -> tuple[socket.s
 @needs_root
 @pytest.mark.parametrize("said", [b"", b"x"])
 def test_other_user_who_says_nothing_is_shut_out(said: bytes) -> None:
-    """Whatever comes later: it is not read."""
+    """Bytes that the other user sends later are not read."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         own, foreign = _let_in(server, is_foreign=False), _let_in(server)
         with contextlib.ExitStack() as opened:
@@ -167,7 +167,10 @@ def test_other_user_who_says_nothing_is_shut_out(said: bytes) -> None:
 @needs_root
 @pytest.mark.parametrize("has_ended", [False, True])
 def test_other_user_who_stood_at_the_door_of_an_earlier_group_is_shut_out(has_ended: bool) -> None:
-    """gloo goes on listening there, and takes them while the next group is made; also after a stop."""
+    """gloo keeps listening for an earlier group and accepts the other user while the next group is created.
+
+    That holds after the earlier generation was stopped, too.
+    """
     connections = Connections()
     with contextlib.ExitStack() as opened:
         with connections.recording():
@@ -214,7 +217,7 @@ def test_other_user_whose_connection_gloo_has_closed_meanwhile_ends_no_group(mon
 
 @needs_root
 def test_other_user_whom_we_have_connected_to_is_found_out_without_a_word() -> None:
-    """gloo counts with one that it has said its own words to."""
+    """gloo relies on a connection once it has sent its own handshake, before the peer has sent a byte."""
     with _another_user():
         server = socket.create_server(("127.0.0.1", 0))
     with server, socket.create_connection(server.getsockname()) as ours:
@@ -237,7 +240,7 @@ def test_other_user_who_says_something_is_found_out(number: int) -> None:
 
 @needs_root
 def test_other_user_is_found_out_where_no_descriptor_is_left() -> None:
-    """They may have used them up: what cannot be looked at is not taken for the own."""
+    """The other user may have used up the descriptors; a connection that cannot be checked is refused."""
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     with _connected(uid=_UID) as foreign:
         resource.setrlimit(resource.RLIMIT_NOFILE, (foreign.fileno() + 1, before[1]))
@@ -269,7 +272,7 @@ def test_one_that_is_shut_meanwhile_is_not_looked_at() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as ours:
         timer = threading.Timer(0.2, ours.shutdown, (socket.SHUT_RDWR,))
         timer.start()
-        _look(ours)  # an end of the generation shuts it
+        _look(ours)  # shut during the check, as when the generation ends
         timer.join()
 
 

@@ -1,4 +1,4 @@
-"""Which GPUs there are, where CUDA_VISIBLE_DEVICES leaves some of them: no GPU is needed to read it."""
+"""The GPUs that CUDA_VISIBLE_DEVICES leaves visible; these tests need no GPU."""
 
 from __future__ import annotations
 

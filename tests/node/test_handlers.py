@@ -1,6 +1,6 @@
-"""The tables of handlers in agent, worker and interpreter: what stands under a kind of message takes that kind.
+"""The handler tables of agent, worker and interpreter: each handler takes the message kind that is its key.
 
-mypy does not see it: the values of a table have one type.
+mypy cannot check this because all values of a table have one type.
 """
 
 from __future__ import annotations

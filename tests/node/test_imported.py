@@ -1,4 +1,4 @@
-"""What was imported and has changed since: every file, and every place where another import would look."""
+"""Changes since the imports: in every imported file, and in every place where another import would look."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-# Imports, then says for every line that it reads what has changed since.
+# Imports modules; then, for every line on its standard input, prints what has changed since.
 _WATCH = """
 import os, sys
 import json, library, link, package
@@ -42,7 +42,7 @@ class _Watcher:
         self._read()
 
     def find_changed(self) -> str:
-        """The path, within the folder."""
+        """Return the changed path, relative to the folder."""
         assert self.process.stdin is not None
         print(file=self.process.stdin, flush=True)
         found = self._read()
@@ -66,7 +66,7 @@ def _watching(folder: Path, **options: str) -> Iterator[_Watcher]:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """One of ``sys.path``, with what is imported."""
+    """Return an entry of ``sys.path`` that holds the imported modules."""
     folder = tmp_path / "site"
     (folder / "package").mkdir(parents=True)
     (folder / "package/__init__.py").write_text("")
@@ -114,7 +114,7 @@ def test_other_file_of_the_same_date_and_size_is_named(watcher: _Watcher) -> Non
         "another.cpython-311-x86_64-linux-gnu.so",
         "package/more.py",
         "some-1.0.dist-info/entry_points.txt",
-        "json/__init__.py",  # the standard library's is imported: the folder was none to import
+        "json/__init__.py",  # without this file, json comes from the standard library
     ],
 )
 def test_what_may_change_an_import_is_named(path: str, watcher: _Watcher) -> None:
@@ -136,7 +136,7 @@ def test_link_that_may_be_a_package_is_named(watcher: _Watcher) -> None:
 
 
 def test_what_no_import_could_take_is_no_change(watcher: _Watcher) -> None:
-    """A notebook that saves itself, checkpoints, logs: a project's folder is in PYTHONPATH often."""
+    """Notebooks, checkpoints and logs are often written to a project folder that is in PYTHONPATH."""
     for name in (
         "notebook.ipynb",
         "step-3.pt",
@@ -176,7 +176,7 @@ def test_what_is_read_or_written_elsewhere_is_no_change(watcher: _Watcher, tmp_p
     ],
 )
 def test_change_while_the_imports_run_is_named(path: str, named: str, folder: Path) -> None:
-    """The library is imported before; what it is now was never imported."""
+    """``package`` writes to the path on import, after ``library`` was imported: that content was never imported."""
     _write_at_import(folder, path)
     with _watching(folder) as watcher:
         assert watcher.find_changed() == named
@@ -198,11 +198,12 @@ def test_what_is_written_beside_while_the_imports_run_is_no_change(path: str, fo
 
 
 def test_file_whose_date_is_to_come_is_no_change(folder: Path) -> None:
-    """Unpacked from an archive, or written by a machine whose clock is ahead."""
+    """Files from an archive, or from a machine whose clock is ahead, can have dates in the future."""
     tomorrow = time.time() + 86_400
     for path in (folder / "library.py", folder):
         os.utime(path, (tomorrow, tomorrow))
-    time.sleep(0.05)  # the system's own date of them is before the process begins: it counts in hundredths
+    # The kernel sets ctime in steps of about 10 ms: this pause puts it before the start of the process.
+    time.sleep(0.05)
     with _watching(folder) as watcher:
         assert watcher.find_changed() == ""
 
@@ -233,7 +234,7 @@ def test_archive_whose_folder_is_imported_from_is_named(folder: Path, tmp_path: 
 
 
 def test_relative_path_that_an_import_adds_is_no_change(folder: Path) -> None:
-    """It begins in the session's folder, from which the warm process goes away."""
+    """A relative path starts at the session's folder, but the warm process changes to another one."""
     before = "import os, sys; sys.path.append('.'); sys.path.append('package')\n"
     with _watching(folder, before=before) as watcher:
         assert watcher.find_changed() == ""
@@ -259,7 +260,7 @@ def test_what_an_import_compiles_is_no_change(folder: Path) -> None:
 
 @pytest.fixture
 def site_packages(tmp_path: Path) -> Path:
-    """Those of a virtual environment, whose Python is ``venv/bin/python``."""
+    """Return the site-packages of a virtual environment whose Python is ``venv/bin/python``."""
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "venv"], check=True, timeout=60)
     (folder,) = tmp_path.glob("venv/lib/python*/site-packages")
     (folder / "paths.pth").write_text("# one\n../later\n")

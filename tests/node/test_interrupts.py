@@ -1,4 +1,4 @@
-"""What a failed cell held goes, whenever an interrupt comes."""
+"""The objects of a failed cell are freed at whatever moment an interrupt arrives."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ def test_interrupts_that_come_while_a_failed_cell_is_let_go_of_end_nobody() -> N
     assert done.stdout == "lived\n", done.stderr[-2000:]
 
 
-# Python delivers a signal when a function begins or has returned, or a loop goes round: there, one after the other.
+# Python delivers a signal when a function starts, after a call, or when a loop jumps back. The test interrupts at each
+# of these places in turn.
 _STRIKES = """
 import dis, mmap, sys
 from detrain_nb.node.cell.cellrunner import CellRunner
@@ -80,6 +81,6 @@ print(f"{at} places, lost at {lost}")
 def test_what_a_cell_raised_is_known_wherever_an_interrupt_comes_after_it() -> None:
     code = f"import detrain_nb.node.cell.interrupts as ours\nexec(compile({_STRIKES!r}, ours.__file__, 'exec'))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    found = re.search(r"^(\d+) places, lost at \[\]$", done.stdout, re.MULTILINE)  # IPython says a word of its own
+    found = re.search(r"^(\d+) places, lost at \[\]$", done.stdout, re.MULTILINE)  # IPython prints a line, too
     assert found, done.stdout + done.stderr[-2000:]
     assert int(found[1]) > 40

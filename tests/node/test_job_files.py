@@ -1,4 +1,4 @@
-"""The files that are a job's interface: its order, its status, its logs, and the artifacts among them."""
+"""The files of a job: its order, status, logs and artifacts."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_what_a_later_release_adds_to_an_order_is_passed_over() -> None:
     assert JobOrder.from_dict({**order.to_dict(), "colour": "red"}) == order
 
 
-_FIRST_ORDER = (  # as it stands on disks: this text is not to be changed
+_FIRST_ORDER = (  # such files are on users' disks: do not change this text
     '{"format": 1, "id": "job-20260102-030405-beef", "name": "job", "argv": ["train.py", "--lr", "0.1"], '
     '"node_rank": 1, "nodes": ["gpu1", "gpu2"], "ranks": [2, 3], "world_size": 4, "python": "/env/bin/python", '
     '"workdir": "~/work", "env": {"A": "1"}, "secret_names": ["HF_TOKEN"], "setup": ["module load cuda"], '
@@ -171,7 +171,7 @@ def test_log_keeps_what_came_first_and_last_and_says_where_it_goes_on(
         for piece in pieces:
             log.write(piece)
         log.close()
-        found: dict[int, int] = {}  # each byte by its place
+        found: dict[int, int] = {}  # bytes by offset
         offset, data = read_log(path, 0, 7)
         while data:
             assert offset >= len(found) and not found.keys() & range(offset, offset + len(data))
@@ -237,7 +237,7 @@ def test_tail_of_a_long_log_is_looked_for_in_its_end_alone(tmp_path: Path) -> No
 
 def test_it_is_known_when_what_a_log_has_was_printed(tmp_path: Path) -> None:
     log = tmp_path / "rank-0.log"
-    clock = iter([100.0, 100.5, 101.5, 90.0, 200.0, 300.0, 400.0])  # it is set back once
+    clock = iter([100.0, 100.5, 101.5, 90.0, 200.0, 300.0, 400.0])  # the clock is set back once, to 90.0
     times = LogTimes(log, most=3, now=lambda: next(clock))
     for size in (0, 5, 10, 20):
         times.note(size)
@@ -299,7 +299,7 @@ def test_state_of_a_job_is_what_is_so_not_what_it_said_last(folder: Path) -> Non
 
 
 def test_what_the_first_release_has_written_is_read_by_each_later_one(folder: Path) -> None:
-    """As it stands on disks: this text is not to be changed."""
+    """Such files are on users' disks: do not change this text."""
     (folder / "status.json").write_text(
         '{"format": 1, "id": "job-1", "name": "job", "node_rank": 0, "node": "gpu1", "state": "running", "pid": 77, '
         '"pid_started": 5, "boot": "b0c1/1", "started_at": 1.5, "ended_at": null, "exit_code": null, "reason": "", '
@@ -329,7 +329,7 @@ def test_what_the_first_release_has_written_is_read_by_each_later_one(folder: Pa
 
 
 class _PrintsOn:
-    """Where the notebook is: the job prints a line whenever something is sent there."""
+    """A writer to the notebook: the job prints another line whenever something is sent to it."""
 
     def __init__(self, log: Path) -> None:
         self.sent, self._log = b"", log
@@ -341,7 +341,7 @@ class _PrintsOn:
             log.write(b"later\n")
 
     def flush(self) -> None:
-        """All is written."""
+        """Do nothing: there is no buffer."""
 
 
 def test_log_of_a_job_that_prints_all_the_time_has_an_end(jobs: Path) -> None:
@@ -377,7 +377,7 @@ def test_status_that_cannot_be_read_says_why(folder: Path, text: str, reason: st
 def test_full_disk_leaves_room_for_the_last_words_of_a_job(folder: Path) -> None:
     reserve = Reserve(folder)
     with files_end_at(0):
-        reserve.write(Exit(3))  # in vain
+        reserve.write(Exit(3))  # fails: the disk is full
     assert {path.name: path.stat().st_size for path in folder.iterdir()} == {".reserve": 0}, "it was given up"
     reserve.write(Exit(3))
     assert read_exit(folder) == 3
@@ -476,7 +476,7 @@ def test_id_that_leads_elsewhere_is_none(jobs: Path, job: Any) -> None:
 
 
 class _Notebook:
-    """What was said, without anybody to say it to."""
+    """A writer that keeps what would be sent to the notebook."""
 
     def __init__(self) -> None:
         self.said = b""
@@ -564,7 +564,7 @@ def test_file_that_grows_while_it_is_read_comes_to_an_end(job: JobOrder) -> None
 
 
 def test_scope_is_asked_for_only_where_the_user_may_linger(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A program that does what systemd-run does with a scope, as far as a test needs it: it becomes the command."""
+    """The systemd-run of this test drops its options and becomes the command, as the real one does for a scope."""
     program = tmp_path / "systemd-run"
     program.write_text('#!/bin/sh\nwhile [ "$1" != -- ]; do shift; done\nshift\nexec "$@"\n')
     program.chmod(0o700)

@@ -1,4 +1,4 @@
-"""Who is believed on the socket between a runner and the ranks of its job: each asks who the other is."""
+"""The socket between a job's runner and its ranks: each side checks which user the other one belongs to."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How the nodes of a job meet, and end together: real torchruns, each of them a node, on loopback."""
+"""The rendezvous and the joint end of a job's nodes: real torchrun processes on loopback, one per node."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _SLEEP = "import time; print('asleep', flush=True); time.sleep(600)"
 
 @dataclass
 class _Node:
-    """A torchrun, and what it has written."""
+    """A torchrun process and the files that it writes."""
 
     process: subprocess.Popen[bytes]
     folder: Path
@@ -104,13 +104,13 @@ class _Job:
             )
         self._started.append(process)
         if node_rank == 0:
-            self._store.close()  # as whoever starts torchrun does: it must be gone with node 0
+            self._store.close()  # as the starter of torchrun does: the socket must close when node 0 exits
         return _Node(process, folder)
 
     def end(self) -> None:
         self._store.close()
         deadline = time.monotonic() + _LIMIT_S
-        while left := _processes_in(self._folder):  # a rank whose torchrun was killed among them
+        while left := _processes_in(self._folder):  # includes ranks whose torchrun was killed
             assert time.monotonic() < deadline, left
             for pid in left:
                 with contextlib.suppress(ProcessLookupError):
@@ -121,7 +121,7 @@ class _Job:
 
 
 def _processes_in(folder: Path) -> list[int]:
-    """Those whose current folder is in ``folder``: torchrun starts each rank in a session of its own."""
+    """Return the pids with a working directory in ``folder``: torchrun starts each rank in a session of its own."""
     found = []
     for entry in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
@@ -284,7 +284,7 @@ while os.environ["WORLD_SIZE"] == "1":
     time.sleep(0.05)
 """
     first = elastic_job.start(0, script, nodes=(1, 2), env={})
-    first.wait_for("ranks 1\n")  # it does not wait a part of timeout_s
+    first.wait_for("ranks 1\n")  # the wait for another node is not a fraction of timeout_s
     assert "detrain_nb: waiting for 2 nodes; starts with fewer 10 s after 1 joined\n" in first.log
     second = elastic_job.start(1, script, nodes=(1, 2))
     for node in (first, second):
@@ -324,7 +324,7 @@ def test_an_older_text_and_another_of_the_same_number_are_refused() -> None:
     first, other, reader = Seal(_KEY, "state"), Seal(_KEY, "state"), Seal(_KEY, "state")
     one, same_number = first.close(b"one"), other.close(b"another")
     reader.open(one)
-    assert reader.open(one) == b"one"  # it may be read again
+    assert reader.open(one) == b"one"  # reading the same text again is allowed
     with pytest.raises(SealBroken, match="text 1 was replayed after text 1"):
         reader.open(same_number)
     first.open(one)
@@ -378,7 +378,7 @@ def test_where_ranks_met_in_an_earlier_round_is_not_believed() -> None:
 
 
 class _Memory:
-    """What all nodes see; ``is_hanging`` makes everything wait, as a silent node does."""
+    """A store in memory that all nodes share; it hangs, as with a silent node 0, while ``answers`` is cleared."""
 
     def __init__(self) -> None:
         self.values: dict[str, bytes] = {}
@@ -464,7 +464,7 @@ def test_nodes_of_an_elastic_job_may_go(watches: tuple[_Memory, _Watches]) -> No
     memory.set("beat/1", "1")
     watch, ended = make(0, is_fixed=False)
     watch.start()
-    watch.tell_done(_LIMIT_S)  # waits for node b, as long as it is heard of
+    watch.tell_done(_LIMIT_S)  # waits for node b until its heartbeats stop
     assert ended.reasons == [] and "end" not in memory.values
 
 

@@ -1,4 +1,4 @@
-"""Jobs of real torchrun ranks on one node, by the service that notebooks talk to."""
+"""Jobs of real torchrun ranks on one node, run through the job service that notebooks use."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def jobs_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     base.chmod(0o700)
     with own_folders(base) as folder:
         yield folder
-        with talk_here() as talk:  # what a test that failed has left
+        with talk_here() as talk:  # clean up the jobs of a failed test
             talk.say("status", ids=None)
             for job in talk.hear("status")["jobs"]:
                 if job["state"] not in ("ended", "unreadable"):
@@ -82,7 +82,7 @@ def jobs_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.fixture(scope="module")
 def failed(jobs_folder: Path) -> Ran:
-    """A job of two ranks of which the second exits with 3."""
+    """Return a finished job of two ranks whose rank 1 exited with code 3."""
     order = make_order(
         _FAILS,
         name="fails",
@@ -189,13 +189,13 @@ for number in range(10_000):
 def _alive(pids: list[int]) -> list[int]:
     found = []
     for pid in pids:
-        with contextlib.suppress(psutil.NoSuchProcess):  # it may end between two looks
+        with contextlib.suppress(psutil.NoSuchProcess):  # the process may exit meanwhile
             found += [pid] if psutil.Process(pid).status() != psutil.STATUS_ZOMBIE else []
     return found
 
 
 def _parents_of(pids: list[int]) -> set[int]:
-    """torchrun among them."""
+    """Return the parent pids, torchrun's among them."""
     return {psutil.Process(pid).ppid() for pid in pids} - {0, 1}
 
 
@@ -208,7 +208,7 @@ def test_job_that_runs_is_followed_again_stopped_and_removed(jobs_folder: Path) 
     with talk_here() as talk:
         launch(talk, order, secrets={"TOKEN": _SECRET})
         followed = Followed(order).begin(talk).until(talk, b"line 5\n", name="rank-0.log")
-    # the notebook has gone, and comes back
+    # The notebook disconnects and comes back.
     with talk_here() as talk:
         before = dict(followed.data)
         followed.begin(talk).until(talk, b"line 15\n", name="rank-0.log")
@@ -224,7 +224,7 @@ def test_job_that_runs_is_followed_again_stopped_and_removed(jobs_folder: Path) 
             talk.hear("removed")
         with pytest.raises(Failed, match=f"a job named runs is already running on this node: {order.id}"):
             prepare(talk, make_order("0", name="runs"))
-        prepare(talk, make_order("0", name="runs-2"))  # its id begins with the same letters
+        prepare(talk, make_order("0", name="runs-2"))  # its id shares a prefix with the first job's
         talk.say("stop", id=order.id, grace_s=20)
         assert talk.hear("stopped")["was"] == "running"
         assert _alive(pids) == []
@@ -284,7 +284,7 @@ def test_job_is_stopped_in_its_setup_though_that_does_not_listen(jobs_folder: Pa
 
 
 def test_workdir_is_where_ranks_start_and_a_script_is_found_from_there(jobs_folder: Path, tmp_path: Path) -> None:
-    """Without torchrun: the command line is what is looked at."""
+    """The test inspects the command line and does not start torchrun."""
     order = replace(make_order("0", workdir=str(tmp_path / "w")), argv=("train.py", "--x"))
     argv, _ = torchrun_command(order, tmp_path, {}, store=("127.0.0.1", 1), key="")
     assert argv[-2:] == [f"{tmp_path}/source/train.py", "--x"]
@@ -306,7 +306,7 @@ def test_ranks_on_the_cpu_share_its_processors(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
 def test_workdir_of_another_user_is_not_entered(jobs_folder: Path, tmp_path: Path) -> None:
-    """In a folder like /tmp: ranks would import what lies there, and its files would pass for what they have made."""
+    """In a folder like /tmp, another user's workdir could supply modules to the ranks and false artifacts."""
     everybodys = tmp_path / "tmp"
     (everybodys / "work").mkdir(parents=True)
     everybodys.chmod(0o1777)
@@ -376,7 +376,7 @@ def test_runner_that_fails_says_so_in_its_last_words(jobs_folder: Path) -> None:
         (part,) = (jobs_folder / order.id).iterdir()
         ran = subprocess.run(
             [sys.executable, "-c", RUN_MODULE, RUNNER_MODULE, str(part)],
-            input=b'{"secrets": {}}',  # nothing of the store
+            input=b'{"secrets": {}}',  # without the store's address
             capture_output=True,
             timeout=60,
         )
@@ -439,7 +439,7 @@ def test_node_that_fails_ends_the_other_which_says_so(jobs_folder: Path) -> None
 
 
 def _make_two(name: str, code: str) -> list[JobOrder]:
-    """The parts of two nodes in one job, which would wait for each other longer than a test does."""
+    """Return the orders of one job's two nodes; they would wait for each other for longer than a test may run."""
     common: dict[str, Any] = {"nodes": ("a", "b"), "world_size": 2, "interface": "lo", "silence_s": 300.0}
     orders = [make_order(code, name=name, node_rank=rank, ranks=(rank,), **common) for rank in (0, 1)]
     return [orders[0], replace(orders[1], id=orders[0].id)]
@@ -559,7 +559,7 @@ def test_rank_of_an_elastic_job_that_is_killed_is_started_again(jobs_folder: Pat
 def test_ranks_that_start_after_a_logout_find_their_runner(
     jobs_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The system removes a user's folder for sockets when the last connection of that user is closed."""
+    """systemd removes a user's runtime directory when that user's last login session ends."""
     run = tmp_path / "run"
     run.mkdir(mode=0o700)
     monkeypatch.setenv("DETRAIN_NB_RUNTIME_DIR", str(run))
@@ -618,7 +618,7 @@ def test_service_says_what_it_cannot_do(jobs_folder: Path, line: bytes) -> None:
 
 @pytest.mark.slow
 def test_rank_that_is_killed_with_all_that_watches_it_is_named(jobs_folder: Path) -> None:
-    """As the kernel does to a whole cgroup: nothing of the rank says how it ended."""
+    """The kernel can kill a whole cgroup at once; then no process is left to report how the rank ended."""
     order = make_order("import os, signal; os.killpg(0, signal.SIGKILL)", name="killed")
     with talk_here() as talk:
         launch(talk, order)

@@ -1,4 +1,4 @@
-"""The source of a job on a node: files by digest, and commits of a real git host on loopback that wants a token."""
+"""The source of a job on a node: files by digest, and commits from a git host on loopback that requires a token."""
 
 from __future__ import annotations
 
@@ -41,7 +41,10 @@ def cache(tmp_path: Path) -> Path:
 
 
 def ship(talk: Talk, given: Mapping[str, bytes], *, executable: str = "", **changed: Any) -> tuple[str, list[int]]:
-    """Send files as the notebook does; ``changed`` is said instead. Returns the id, and what the node wanted."""
+    """Send files as the notebook does; ``changed`` replaces fields of the list.
+
+    Returns the id of the source, and the indices of the files that the node requested.
+    """
     listed = [[name, len(data), hashlib.sha256(data).hexdigest(), name == executable] for name, data in given.items()]
     text = json.dumps({"format": 1, "files": listed, **changed}).encode()
     talk.say("source", of="files", size=len(text))
@@ -79,7 +82,7 @@ def test_files_come_once_and_are_laid_out_as_they_were(cache: Path, tmp_path: Pa
     }
     with source_talk(cache) as talk:
         source, wanted = ship(talk, files, executable="train.py")
-        assert wanted == [0, 1, 2]  # the same contents once
+        assert wanted == [0, 1, 2]  # files with equal contents are requested once
         assert ship(talk, files, executable="train.py") == (source, [])
         changed, wanted = ship(talk, {**files, "train.py": b"print(2)\n"})
         assert wanted == [0] and changed != source
@@ -95,7 +98,7 @@ def test_files_come_once_and_are_laid_out_as_they_were(cache: Path, tmp_path: Pa
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(given=st.dictionaries(st.text("ab/.é\n", min_size=1, max_size=6), st.binary(max_size=4), max_size=5))
 def test_whatever_the_names_nothing_is_outside(cache: Path, tmp_path: Path, given: dict[str, bytes]) -> None:
-    """All are laid out as they came, or none: only where two are in one place, or one leads elsewhere."""
+    """All files are laid out as sent, or none: if two names collide, or if a name leads out of the folder."""
     target = tmp_path / "job" / "source"
     shutil.rmtree(target.parent, ignore_errors=True)
     parts = [tuple(name.split("/")) for name in given]
@@ -188,7 +191,7 @@ def test_what_nobody_used_for_a_month_goes(cache: Path) -> None:
 
 
 def test_bytes_of_a_file_are_never_taken_for_an_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The rest of a file comes still where the node had no room for its beginning."""
+    """If a node cannot store the start of a file, the rest still arrives and must not be read as orders."""
     ran = tmp_path / "ran"
     order = json.dumps({"type": "exec", "command": f"touch {ran}", "timeout_s": 5.0}).encode()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -207,7 +210,7 @@ def test_bytes_of_a_file_are_never_taken_for_an_order(tmp_path: Path, monkeypatc
         with pytest.raises(Failed, match="cannot be written to"):
             ship(Talk(reader, Sender(ours)), {"x": order + b"\n"})
         thread.join(20)
-        assert not thread.is_alive()  # it has hung up
+        assert not thread.is_alive()  # the service has closed the connection
     assert not ran.exists()
 
 
@@ -216,14 +219,14 @@ def test_bytes_of_a_file_are_never_taken_for_an_order(tmp_path: Path, monkeypatc
 
 @pytest.fixture(scope="module")
 def host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GitHost]:
-    """It wants a token."""
+    """Yield a git host that requires a token."""
     with git_host(tmp_path_factory.mktemp("host"), token=TOKEN) as running:
         yield running
 
 
 @pytest.fixture
 def work(tmp_path: Path) -> Path:
-    """A repository with two commits; hooks and filters of its own, which must not run."""
+    """Return a repository with two commits; its .gitattributes name a filter, which must not run."""
     work = tmp_path / "work"
     commit(work, {"train.py": "print(1)\n", "sub/main.py": "print('sub')\n", "größe.txt": "ü"})
     git("tag", "v1", at=work)
@@ -241,7 +244,7 @@ def test_commit_comes_with_a_token_that_stands_nowhere(host: GitHost, work: Path
         return any("fetch" in line and url in line for line in list(seen))
 
     def watch() -> None:
-        """Everything that any process has in its command line meanwhile."""
+        """Collect the command lines of all processes in the meantime."""
         while not is_done.is_set():
             for process in Path("/proc").iterdir():
                 try:
@@ -281,11 +284,11 @@ def test_ref_is_a_branch_a_tag_or_a_commit_also_in_part(host: GitHost, work: Pat
         assert len({said["source"] for said in found.values()}) == 2
         asked = len(host.asked)
         assert ask_git(talk, url, first, token=TOKEN)["commit"] == first
-        assert len(host.asked) == asked  # it is here
+        assert len(host.asked) == asked  # the commit is already in the cache
         commit(work, {"new.py": "3"})
         host.publish(work, "refs.git")
         newest = git("rev-parse", "main", at=work)
-        assert ask_git(talk, url, token=TOKEN)["commit"] == newest  # the branch has gone on
+        assert ask_git(talk, url, token=TOKEN)["commit"] == newest  # the branch has a newer commit
         assert ask_git(talk, url, last.upper(), token=TOKEN)["commit"] == last
     lay_out(found["v1"]["source"], tmp_path / "v1", cache=cache)
     assert (tmp_path / "v1/train.py").read_text() == "print(1)\n"
@@ -349,7 +352,7 @@ def test_host_that_is_not_reached_is_no_failure_but_said(cache: Path, url: str, 
 
 def test_host_that_does_not_answer_at_all_is_not_waited_for_as_long_as_git_would(cache: Path) -> None:
     with contextlib.ExitStack() as held, socket.create_server(("127.0.0.1", 0), backlog=0) as server:
-        for _ in range(3):  # what comes when so many wait is not even refused
+        for _ in range(3):  # with a full backlog, further connections are not even refused
             waiting = held.enter_context(socket.socket())
             waiting.setblocking(False)
             waiting.connect_ex(server.getsockname())
@@ -385,7 +388,7 @@ def test_repository_without_a_commit_is_said(host: GitHost, cache: Path) -> None
 
 
 def test_no_hook_and_no_filter_runs(host: GitHost, work: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not those of the user's own configuration, nor such as a broken mirror has."""
+    """Neither the hooks and filters of the user's git configuration nor hooks put into a mirror run."""
     ran = tmp_path / "ran"
     hooks = tmp_path / "hooks"
     hooks.mkdir()
@@ -462,7 +465,7 @@ def test_token_does_not_go_where_the_host_sends_us(work: Path, cache: Path, tmp_
 
 
 def test_key_is_one_argument_of_ssh(work: Path, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With an ssh that runs what it is told, on this machine."""
+    """The ssh of this test runs the remote command on this machine."""
     folder, noted = tmp_path / "bin", tmp_path / "noted"
     folder.mkdir()
     (folder / "ssh").write_text(f'#!/bin/sh\nprintf "%s\\n" "$@" >{noted}\nfor last; do :; done\nexec sh -c "$last"\n')
@@ -516,7 +519,7 @@ def test_submodule_of_the_same_host_comes_with_it(host: GitHost, work: Path, cac
     lay_out(source, tmp_path / "source", cache=cache)
     assert (tmp_path / "source/lib/inner/inner.py").read_text() == "print('inner')\n"
     with source_talk(cache) as talk:
-        source = ask_git(talk, url, folder="sub", token=TOKEN)["source"]  # it is not in that folder
+        source = ask_git(talk, url, folder="sub", token=TOKEN)["source"]  # the submodule is outside that folder
     lay_out(source, tmp_path / "sub", cache=cache)
     assert read_all(tmp_path / "sub") == {"main.py": b"print('sub')\n"}
 
@@ -566,14 +569,14 @@ def test_submodule_of_another_host_is_refused(
 
 
 def write_tree(work: Path, *entries: tuple[str, str, str]) -> str:
-    """A tree as git itself would not write it: a name may stand in it twice."""
+    """Write a tree that git itself would not write, with repeated names for example; return its object id."""
     data = b"".join(f"{mode} {name}\0".encode() + bytes.fromhex(number) for mode, name, number in entries)
     (work.parent / "tree").write_bytes(data)
     return git("hash-object", "-w", "-t", "tree", "--literally", str(work.parent / "tree"), at=work)
 
 
 def test_link_above_a_submodule_leads_nowhere(host: GitHost, work: Path, cache: Path, tmp_path: Path) -> None:
-    """One name is a link and a folder: what is laid out in the folder would be where the link leads."""
+    """The tree has ``x`` twice, as a link and as a folder: files of the folder would land in the link's target."""
     outside, inner = tmp_path / "outside", tmp_path / "inner"
     outside.mkdir()
     commit_of_inner = commit(inner, {"inner.py": "x"})
@@ -620,7 +623,7 @@ def test_branches_of_a_repository_take_one_file(work: Path, cache: Path) -> None
     with source_talk(cache, limits=limits) as talk, pytest.raises(Failed, match="sends more than 1000000 bytes"):
         ask_git(talk, str(work), last[:9])
     with source_talk(cache) as talk:
-        for ref in (last[:10], last[:11]):  # no host gives it by a part of its number
+        for ref in (last[:10], last[:11]):  # hosts do not serve commits by abbreviated ids
             assert ask_git(talk, str(work), ref)["commit"] == last
     assert sum(path.is_file() for path in cache.rglob("*")) < 30
 
@@ -647,7 +650,7 @@ def test_attributes_of_a_repository_change_no_file(work: Path, cache: Path, tmp_
     commit(work, files)
     attributes = "* text eol=crlf working-tree-encoding=UTF-32\n*.py ident\n"
     commit(work, {})
-    for name in (".gitattributes", "sub/.gitattributes"):  # put there by hand, as git would change the files here
+    for name in (".gitattributes", "sub/.gitattributes"):  # added as raw objects, or git would convert the files here
         number = git("hash-object", "-w", "--stdin", "--no-filters", at=work, given=attributes)
         git("update-index", "--add", "--cacheinfo", f"100644,{number},{name}", at=work)
     git("commit", "--quiet", "--message", "x", at=work)
@@ -659,7 +662,7 @@ def test_attributes_of_a_repository_change_no_file(work: Path, cache: Path, tmp_
 
 
 def write_bomb(repository: Path, size: int) -> None:
-    """A commit with a file of ``size`` bytes, as a difference of some hundred bytes to a small one."""
+    """Write a commit with a file of ``size`` bytes, stored as a small delta against a file of 64 KiB."""
     base, copies = bytes(1 << 16), size >> 16
     size = copies << 16
     data = hashlib.sha1(b"blob %d\0" % size)
@@ -684,7 +687,7 @@ def write_bomb(repository: Path, size: int) -> None:
 
 
 def to_digits(number: int) -> bytes:
-    """Seven bits in each byte, as in a delta."""
+    """Encode a number with seven bits in each byte, as in a git delta."""
     more = number >> 7
     return bytes([number & 0x7F | (0x80 if more else 0)]) + (to_digits(more) if more else b"")
 

@@ -1,4 +1,4 @@
-"""The agent's hold on its warm process: one order, one answer, and none that is another process's."""
+"""The agent's control of its warm process: each order gets one answer, never that of another process."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from detrain_nb.launch import LAUNCHER_MODULE
 from detrain_nb.node.agent.launching import Launching
 from detrain_nb.wire import LauncherEnded
 
-# Answers every order with the next line of a file, and ends where that says so.
+# Answers every order with the next line of a file, and exits after an answer with "stale".
 _WARM_PROCESS = """
 import os, pathlib, socket, sys
 channel = socket.socket(fileno=int(os.environ["DETRAIN_NB_WARM_FD"]))
@@ -59,7 +59,7 @@ def _take_answer(launching: Launching) -> LauncherEnded | None:
 
 
 def _start_and_be_refused(launching: Launching) -> subprocess.Popen[bytes]:
-    """The warm process that has taken one order, refused the next, and ended before that is read."""
+    """Return a warm process that took one order, refused the next, and exited before the agent read the refusal."""
     Path("answers").write_text("\n".join([_STARTED, _STALE, _STARTED, ""]))
     assert _start(launching) is None
     assert _take_answer(launching) is None
@@ -70,7 +70,7 @@ def _start_and_be_refused(launching: Launching) -> subprocess.Popen[bytes]:
 
 
 def test_process_that_refuses_and_ends_leaves_its_order_to_the_next(launching: Launching) -> None:
-    """Its end is heard of before its answer is read."""
+    """The agent notices the exit before it reads the answer."""
     before = _start_and_be_refused(launching)
     assert launching.take_end() is None
     assert _process(launching) != before
@@ -88,7 +88,7 @@ def test_answer_of_a_process_that_is_being_ended_is_not_that_of_the_next(
     wait = subprocess.Popen.wait
 
     def wait_and_hear(process: subprocess.Popen[bytes], timeout: float | None = None) -> int:
-        launching._its_end.send(_FAILED.encode())  # the last it says
+        launching._its_end.send(_FAILED.encode())  # the last message of the process
         return wait(process, timeout)
 
     monkeypatch.setattr(subprocess.Popen, "wait", wait_and_hear)
@@ -101,7 +101,7 @@ def test_answer_of_a_process_that_is_being_ended_is_not_that_of_the_next(
 def test_process_that_could_not_be_given_its_order_does_not_wait_for_another(
     launching: Launching, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first order is taken without a look at what has changed, which holds only for one that comes at once."""
+    """A warm process takes its first order without a check for changed files: that is safe only at once."""
     started: list[Any] = []
     start = subprocess.Popen.__init__
 

@@ -1,4 +1,4 @@
-"""A rank is asked where it is while it works: that is told, and does it no harm."""
+"""Queries for the line that a busy rank is running: they are answered, and the rank is not disturbed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from detrain_nb.errors import DetrainError
 from ..session.soon import assert_soon
 
 _LOOKS = 400
-# C calls Python all the time, as hooks and dispatch modes are called.
+# C code calls Python continuously, as it calls hooks and dispatch modes.
 _CALLED_FROM_C = """
 import os, time
 while not os.path.exists({end!r}):
@@ -35,7 +35,7 @@ def session() -> Iterator[Session]:
 
 
 def begin(session: Session, code: str) -> tuple[threading.Thread, list[BaseException]]:
-    """Run a cell beside the test; when it has ended, the list has what it raised."""
+    """Run a cell in a thread; return the thread, and a list that gets the cell's error."""
     raised: list[BaseException] = []
 
     def run() -> None:

@@ -1,4 +1,4 @@
-"""What a rank has to say may be long; it arrives, or as much of it as a message holds, and the rank goes on."""
+"""Long messages of a rank arrive, cut to the size limit if necessary, and the rank keeps running."""
 
 from __future__ import annotations
 

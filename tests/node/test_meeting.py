@@ -1,4 +1,4 @@
-"""The file in which ranks meet: its end frees whoever waits there, also where the disk is full, whoever is first."""
+"""The file through which ranks rendezvous: any rank can end it, which releases waiting ranks even on a full disk."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_end_frees_who_waits(tmp_path: Path) -> None:
     timer = threading.Timer(0.1, meeting.end)
     timer.start()
     with pytest.raises(dist.DistStoreError, match="symbolic links"):
-        store.get("of a rank that never comes")  # the store's own limit is five minutes
+        store.get("of a rank that never comes")  # the store's own timeout is five minutes
     timer.join()
     assert not list(tmp_path.glob("*.end"))
 

@@ -1,4 +1,4 @@
-"""What fits into memory: asked of a machine whose files the test has written."""
+"""The check for free memory, on a machine whose /proc and cgroup files the test has written."""
 
 from __future__ import annotations
 

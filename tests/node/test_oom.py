@@ -1,4 +1,4 @@
-"""A rank that the kernel ended for want of memory, told from one that anybody else killed."""
+"""Ranks that the kernel killed for lack of memory, told apart from ranks that were killed otherwise."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ MACHINE_IS_FULL = "out of memory: the kernel killed it to free memory"
 PROBABLY = "probably out of memory: the kernel killed a process on this machine to free memory"
 
 
-Files = Mapping[str, "str | Files | None"]  # a file's text; a folder; None: gone
+Files = Mapping[str, "str | Files | None"]  # a file's text, a folder, or None if it was removed
 
 
 @dataclass(frozen=True)
 class Layout:
-    """What a machine shows of the cgroups of a process, and what has changed there when the process has ended."""
+    """The cgroup files of a process, and those that have changed or disappeared when it has exited."""
 
     mounts: list[str]
     cgroups: list[str]  # /proc/<pid>/cgroup
@@ -46,7 +46,7 @@ class Layout:
 
 
 def v1(*, kills: int = 3, failcnt: int = 7, limit: int = 1 << 63) -> Files:
-    """A group of cgroup v1."""
+    """Return the files of a cgroup of v1."""
     return {
         "memory.oom_control": f"oom_kill_disable 0\nunder_oom 0\noom_kill {kills}\n",
         "memory.failcnt": f"{failcnt}\n",
@@ -55,7 +55,7 @@ def v1(*, kills: int = 3, failcnt: int = 7, limit: int = 1 << 63) -> Files:
 
 
 def v2(*, kills: int = 3, oom: int = 7, local_oom: int | None = 2, limit: int | str = "max") -> Files:
-    """A group of cgroup v2; without ``local_oom``, as kernels before 5.2 show it."""
+    """Return the files of a cgroup of v2; without ``local_oom``, as on kernels before 5.2."""
     files = {
         "memory.events": f"low 0\nhigh 0\nmax 90\noom {oom}\noom_kill {kills}\noom_group_kill 0\n",
         "memory.max": f"{limit}\n",
@@ -91,7 +91,7 @@ SLICE, SCOPE = f"{GROUPS}/user.slice", f"{GROUPS}/user.slice/job.scope"
 IN_SCOPE = ["0::/user.slice/job.scope"]
 STEP, TASK = f"{MEMORY}/slurm/step_0", f"{MEMORY}/slurm/step_0/task_0"
 IN_TASK = ["9:name=systemd:/", "4:memory:/slurm/step_0/task_0", "1:cpu:/", "0::/"]
-OTHERS = {"proc/vmstat": vmstat(6)}  # the machine has ended somebody
+OTHERS = {"proc/vmstat": vmstat(6)}  # the kernel has killed one more process on the machine
 
 LAYOUTS = {
     "v2, its own limit": Layout(
@@ -220,7 +220,7 @@ def test_what_was_counted_before_a_refresh_is_no_reason(layout: Layout, tmp_path
     assert watch.reason(signal=signal.SIGKILL) == ""
 
 
-NUL = "28 23 0:25 / /sys/\0 rw - cgroup2 cgroup2 rw\n"  # where no file can be
+NUL = "28 23 0:25 / /sys/\0 rw - cgroup2 cgroup2 rw\n"  # a mount path that no file can have
 
 
 @pytest.mark.parametrize("garbage", ["", "\0", "oom_kill", "oom_kill -1", "9" * 5000, ":\n::\n - \n", NUL])
@@ -238,7 +238,7 @@ def test_files_that_say_nothing_are_no_error(layout: Layout, garbage: str, tmp_p
         watch.refresh()
         watch.reason(signal=signal.SIGKILL)
         file.unlink()
-        file.mkdir()  # not even root reads it
+        file.mkdir()  # not even root can read a folder as a file
         watch.refresh()
         assert watch.reason(signal=signal.SIGKILL) == ""
         assert OomWatch(PID, root=tmp_path).reason(signal=signal.SIGKILL) == ""
@@ -284,7 +284,7 @@ def test_process_killed_where_the_tests_run_was_not_out_of_memory() -> None:
 
 @contextmanager
 def _hungry() -> Iterator[subprocess.Popen[bytes]]:
-    """A process that takes 256 MB once a line arrives: more than any group here allows, no harm to the machine."""
+    """Yield a process that allocates 256 MB once a line arrives: above every limit here, harmless to the machine."""
     code = "import sys; sys.stdin.readline(); kept = [b'x' * (1 << 20) for _ in range(256)]; print(len(kept))"
     with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         try:
@@ -300,8 +300,8 @@ def _feed(process: subprocess.Popen[bytes]) -> None:
     assert process.wait(timeout=60) == -signal.SIGKILL, "the kernel did not end it"
 
 
-# Elsewhere (not root, a container) these are not collected: a skip would fail .ci/run, and no package brings the right
-# to make cgroups. What they show about the module, the layouts above show too.
+# Without root or in a container, these tests are not collected: a skip would fail .ci/run, and no package grants the
+# right to create cgroups. The layouts above cover the module there.
 if can_make_cgroups():
 
     def test_kernel_ends_a_process_at_the_limit_of_its_cgroup() -> None:

@@ -1,4 +1,4 @@
-"""A generation that is ended at any moment before its group is made will not be made: nobody waits for the others."""
+"""A generation that is ended before its group exists never gets one, and its rank stops waiting for its peers."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[dist.TCPStore]:
 
 @pytest.fixture
 def one_of_two(store: dist.TCPStore) -> Generation:
-    """Rank 0; the other one never comes, and torch would wait for it for 20 s."""
+    """Return the generation of rank 0 of two; rank 1 never joins, and torch would wait 20 s for it."""
     return Generation(rank=0, world_size=2, backend="gloo", device=torch.device("cpu"), timeout_s=20.0)
 
 
@@ -85,7 +85,7 @@ def test_what_was_ended_is_not_made(
 
 
 class StoppedPeer(dist.Store):
-    """The store of a rank that tells where it is and is stopped before it learns where the others are."""
+    """The store of a rank that publishes its address and is stopped before it reads those of its peers."""
 
     def __init__(self, store: dist.Store) -> None:
         super().__init__()
@@ -107,7 +107,7 @@ class StoppedPeer(dist.Store):
 def test_rank_that_waits_for_a_stopped_peer_to_connect_comes_free(
     store: dist.TCPStore, one_of_two: Generation, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Which of two connects is left to their ports: groups are made until this one has waited a few times."""
+    """The ports decide which of two ranks connects: the test creates groups until this rank has waited three times."""
 
     def make(backend: str, *, store: dist.Store, rank: int, world_size: int, timeout: datetime.timedelta) -> None:
         dist.ProcessGroupGloo(store, rank, world_size, timeout)
@@ -142,7 +142,7 @@ def test_rank_that_waits_for_a_stopped_peer_to_connect_comes_free(
 def test_group_that_came_to_be_after_its_end_does_not_stay(
     store: dist.TCPStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The end finds no group yet, and torch has one when it comes back."""
+    """``end`` runs when torch has created the group but the generation does not know it yet."""
     alone = Generation(rank=0, world_size=1, backend="gloo", device=torch.device("cpu"), timeout_s=20.0)
     make = dist.distributed_c10d._new_process_group_helper
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 
-# asyncio does so where it is imported, since Python 3.12.
+# Since Python 3.12, an imported asyncio resets the wakeup descriptor in a forked child, as this code does.
 _CODE = """
 import os, signal
 from detrain_nb.node.system.processes import forget_children, watch_children

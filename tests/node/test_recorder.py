@@ -1,4 +1,4 @@
-"""What two recorders of a rank say: gloo's and NCCL's numbers of one group are not taken for each other."""
+"""The two flight recorders of a rank: gloo's and NCCL's sequence numbers of one group are kept apart."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _entry(number: int, *, is_pending: bool = False) -> dict[str, Any]:
 
 
 def test_group_on_gloo_and_nccl_has_two_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As torch dumps them on a GPU: a collective of NCCL that hangs is behind what gloo has reached."""
+    """As on a GPU rank: the number of a hanging NCCL collective is below the one that gloo has reached."""
     entries = {"_dump_fr_trace_json": [_entry(9)], "_dump_nccl_trace_json": [_entry(3, is_pending=True)]}
     for name, dumped in entries.items():
         text = json.dumps({"entries": dumped})

@@ -1,4 +1,4 @@
-"""What a failed cell held goes when its error does, and waits for no collection of garbage."""
+"""The objects of a failed cell are freed with its error, without a garbage collection."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def run(code):
 found = {case: run(code) for case, code in json.loads(sys.argv[1]).items()}
 open(sys.argv[2], "w").write(json.dumps(found))
 """
-# A cell, and the error that it ends with, if it does.
+# Each cell, and the type of its error; NoneType if it has none.
 _FAILS = {
     **FAILING_CELLS,
     "interrupt": ("fail(KeyboardInterrupt)", "KeyboardInterrupt"),
@@ -61,7 +61,7 @@ _FAILS = {
     "capture": ("%%capture\nfail()", "NoneType"),
     "cell in a cell": ("get_ipython().run_cell('fail()')\nNone", "NoneType"),
 }
-if hasattr(asyncio, "TaskGroup"):  # Python 3.10, which a node may have, has none
+if hasattr(asyncio, "TaskGroup"):  # Python 3.10, which a node may have, lacks it
     _FAILS["group"] = (
         "async def wait(): fail()\nasync with asyncio.TaskGroup() as group: group.create_task(wait())",
         "ExceptionGroup",
@@ -70,7 +70,7 @@ if hasattr(asyncio, "TaskGroup"):  # Python 3.10, which a node may have, has non
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[object]]:
-    """The error of each cell, and whether what it held has gone."""
+    """Return the error type of each cell, and whether its objects were freed."""
     path: Path = tmp_path_factory.mktemp("rings") / "found.json"
     cells = json.dumps({case: code for case, (code, _) in _FAILS.items()})
     done = subprocess.run([sys.executable, "-c", _RUN, cells, path], capture_output=True, text=True, timeout=60)
@@ -108,7 +108,7 @@ def test_generator_of_the_user_that_an_error_went_through_goes_on() -> None:
 
 
 def test_frames_of_all_that_led_to_an_error_are_freed() -> None:
-    """Of a cause, and of what was being handled when it was raised, too."""
+    """That includes the frames of an error's cause and of its context."""
     from detrain_nb.node.cell.failures import free_frames
 
     def hold() -> None:

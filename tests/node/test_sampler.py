@@ -1,6 +1,6 @@
-"""What an agent measures for a notebook that watches: of real processes, and of the GPUs that an nvidia-smi names.
+"""The measurements that an agent sends to a watching notebook: of real processes, and of GPUs that nvidia-smi reports.
 
-The nvidia-smi is a program of the test: a process that prints lines, as the real one does.
+The nvidia-smi is a program of the test, which prints lines as the real one does.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ LINES = [
 
 
 def write_smi(folder: Path, lines: list[str], *, ends: bool = False) -> str:
-    """A program of that name; returns the PATH on which it is the first."""
+    """Write a program named nvidia-smi; return a PATH that starts with its folder."""
     program = folder / "bin" / "nvidia-smi"
     program.parent.mkdir()
     program.write_text(SMI.format(python=sys.executable, folder=str(folder), lines=lines, ends=ends))
@@ -74,7 +74,7 @@ def write_smi(folder: Path, lines: list[str], *, ends: bool = False) -> str:
 
 
 def smi_pids(folder: Path) -> list[int]:
-    """Those that were started, in whatever order."""
+    """Return the pids of the nvidia-smi processes that were started, in any order."""
     return [int(path.name.partition("-")[2]) for path in folder.glob("started-*")]
 
 
@@ -94,14 +94,14 @@ def is_gone(pid: int) -> bool:
 
 @pytest.fixture
 def busy() -> Iterator[int]:
-    """The pid of a process that computes."""
+    """Yield the pid of a process that keeps a CPU busy."""
     with subprocess.Popen([sys.executable, "-c", "x = b'x' * (60 << 20)\nwhile True: pass"]) as process:
         yield process.pid
         process.kill()
 
 
 def watched(agent: Agent, *ups: RankUp, env: dict[str, str] | None = None) -> Peer:
-    """A notebook whose session has these ranks."""
+    """Return a notebook that is attached to a session with these ranks."""
     notebook = agent.connect()
     launch = Launch(["sleep", "60"], env or {}, [up.rank for up in ups], 30.0, {"device": "cpu"})
     notebook.send(Attach("mine", "test"), launch)
@@ -117,7 +117,7 @@ def up(rank: int, pid: int, *, device: str = "cpu", local_rank: int | None = Non
 
 
 def measured(notebook: Peer, holds: Callable[[Measured], object] = lambda _: True) -> Measured:
-    """The first of which that holds."""
+    """Return the first measurement for which ``holds`` is true."""
     while True:
         found = notebook.receive(Measured)
         assert isinstance(found, Measured)
@@ -146,7 +146,7 @@ def test_processor_time_and_memory_of_ranks_are_measured(busy: int) -> None:
         notebook = watched(agent, up(2, busy), up(3, os.getppid()))
         notebook.send(Measure(0.3, 60.0))
         first = measured(notebook)
-        assert first.ranks == [2, 3] and first.cpu_percent == [-1, -1]  # of no time yet
+        assert first.ranks == [2, 3] and first.cpu_percent == [-1, -1]  # no time has passed yet
         said = measured(notebook, lambda each: each.cpu_percent[0] > 0 and each.rss_bytes[0] > 50 << 20)
         assert said.cpu_percent[0] < 190
         assert said.gpus == [-1, -1] and said.gpu_names == [] and said.steps_per_s == [-1, -1] == said.cells
@@ -166,7 +166,7 @@ def test_a_rank_that_has_ended_is_not_measured(busy: int) -> None:
 
 
 def test_nothing_is_measured_without_an_order_nor_after_it() -> None:
-    """The sign of life is answered after whatever was said before."""
+    """The agent answers a sign of life after all earlier messages: its answer shows that no measurement was sent."""
     with agent_running() as agent:
         notebook = watched(agent, up(0, os.getpid()))
         assert not said_until_answered(notebook)
@@ -186,7 +186,7 @@ def test_an_order_can_be_taken_back() -> None:
 
 
 def said_for(notebook: Peer, seconds: float) -> list[Measured]:
-    """All that comes until then: of what is not to come nothing else tells."""
+    """Return the measurements of the next ``seconds``; only a wait can show that none is sent."""
     threading.Event().wait(seconds)
     return said_until_answered(notebook)
 
@@ -322,9 +322,9 @@ MIXED = [ALIKE[0], Gpu(1, "GPU-ab-1", "T4", 1, 2, 3)]
         ("1,0", "", "cuda:0", ALIKE, 1),
         ("1", "", "cuda:1", ALIKE, -1),
         ("GPU-ab", "", "cuda:0", ALIKE, 1),
-        ("GPU-a", "", "cuda:0", ALIKE, -1),  # of two
+        ("GPU-a", "", "cuda:0", ALIKE, -1),  # a prefix of both uuids
         ("GPU-ab", "", "cuda:0", MIXED, 1),
-        (None, "", "cuda:1", MIXED, -1),  # CUDA counts the fastest first
+        (None, "", "cuda:1", MIXED, -1),  # CUDA numbers the fastest GPU first
         (None, "PCI_BUS_ID", "cuda:1", MIXED, 1),
         ("MIG-41d2", "", "cuda:0", ALIKE, -1),
         ("7", "", "cuda:0", ALIKE, -1),
@@ -342,12 +342,12 @@ def test_gpu_of_a_rank_is_the_one_that_cuda_shows_it(
 
 # ---- steps
 
-BEGAN = {0: 0.0, 7: 0.0}  # cells, by rank
+BEGAN = {0: 0.0, 7: 0.0}  # start times of the cells, by rank
 
 
 @pytest.fixture
 def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """This process is the second rank of a node whose agent's folder is the current one."""
+    """Make this process the second rank of a node, with the agent's folder as its working directory."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv(STEPS_VARIABLE, make_places(2))
     monkeypatch.setenv("LOCAL_RANK", "1")
@@ -369,13 +369,13 @@ def test_steps_that_are_logged_are_counted(places: Path, tmp_path: Path) -> None
 
 
 def write_point(places: Path, step: int, clock_s: float, *, pid: int | None = None) -> None:
-    """Of a rank that logs every step."""
+    """Write the step record of a rank that logs every step."""
     record = STEP_RECORD.pack(os.getpid() if pid is None else pid, max(0, step), step, int(clock_s * 1e9))
     places.write_bytes(bytes(STEP_RECORD.size) + record)
 
 
 def test_a_rate_is_that_of_the_ranks_own_clock(places: Path) -> None:
-    """A step of 3 s is one, however often somebody looks in between."""
+    """Steps of 3 s give a rate of 1/3 per second, however often the rate is read in between."""
     rates, own = StepRates(), [up(0, os.getpid(), local_rank=1)]
     now = 100.0
     for _ in range(60):
@@ -411,7 +411,10 @@ def test_steps_of_an_earlier_cell_are_none_of_this_one(places: Path) -> None:
 
 @pytest.mark.parametrize(("step", "apart_s"), [(1 << 62, 1.0), (100_000, 1e-5)])
 def test_steps_that_are_no_count_of_steps_do_not_end_the_session(places: Path, step: int, apart_s: float) -> None:
-    """A script may log tokens, or go on from a checkpoint: a notebook hangs up on who says what cannot be."""
+    """A script may log tokens, or continue from a checkpoint.
+
+    The rate is capped, because a notebook disconnects a node that reports an impossible one.
+    """
     sampler, own = Sampler(), [up(0, os.getpid(), local_rank=1)]
     sampler.take_order(Measure(0.1, 10.0))
     begun = time.monotonic()

@@ -1,4 +1,4 @@
-"""What an agent remembers of the cells for a later notebook."""
+"""The state of the cells, which an agent keeps for a notebook that attaches later."""
 
 from __future__ import annotations
 

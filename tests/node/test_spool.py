@@ -1,4 +1,4 @@
-"""The spool: everything once and in order, for the next reader too, on a disk that is full too."""
+"""The spool: every reader gets all frames once and in order, or a notice of what is missing, even on a full disk."""
 
 from __future__ import annotations
 
@@ -75,13 +75,13 @@ def new_spool(tmp_path: Path) -> Iterator[_NewSpool]:
 
 @pytest.fixture
 def a_mark_a_frame(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if every frame were large."""
+    """Make the spool treat every frame as a large one."""
     monkeypatch.setattr("detrain_nb.node.agent.spool._MARK_BYTES", 1)
 
 
 @pytest.fixture
 def small_segments(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A segment holds a few frames, and memory a few segments."""
+    """Make a segment hold a few frames, and memory a few segments."""
     monkeypatch.setattr("detrain_nb.node.agent.spool._SEGMENT_BYTES", 600)
     monkeypatch.setattr("detrain_nb.node.agent.spool._MEMORY_SEGMENT_BYTES", 300)
     monkeypatch.setattr("detrain_nb.node.agent.spool._MEMORY_BYTES", 1500)
@@ -123,7 +123,7 @@ def test_spool_over_its_limit_drops_the_oldest_and_says_so(new_spool: _NewSpool,
     spool = new_spool(limit_bytes=24 << 20)
     spool.append(_output(0))
     reader = FrameReader()
-    frames = reader.feed(spool.read(20))  # the reader stands in the middle of the first segment
+    frames = reader.feed(spool.read(20))  # the reader is in the middle of the first segment
     for index in range(1, 100):
         spool.append(_output(index, 1 << 20))
     assert sum(path.stat().st_size for path in tmp_path.iterdir()) < 40 << 20
@@ -159,7 +159,7 @@ def test_next_reader_gets_what_follows_the_acknowledged_number(new_spool: _NewSp
 
 @pytest.mark.usefixtures("a_mark_a_frame")
 def test_what_is_read_ends_with_a_whole_frame(new_spool: _NewSpool) -> None:
-    """Between two reads the agent may say something else."""
+    """The agent may send other messages between two reads."""
     spool, reader = new_spool(), FrameReader()
     for index in range(1, 4):
         spool.append(_output(index, 100))
@@ -236,7 +236,7 @@ def test_what_was_read_but_not_acknowledged_is_bounded_and_missed_by_the_next_re
     assert "over its limit of 3,000 bytes" in notice.message().text
     assert _lost_bytes(notice) == _size_of(frames[5 : notice.number])
     assert _read_again(spool) == again, "nobody acknowledged the notice"
-    spool.acknowledge(20)  # among what is missing
+    spool.acknowledge(20)  # one of the missing frames
     [notice] = _notices(_read_again(spool))
     assert _lost_bytes(notice) == pytest.approx(_size_of(frames[20 : notice.number]), rel=0.05)
     spool.acknowledge(notice.number)
@@ -248,7 +248,7 @@ def test_acknowledging_a_part_of_what_is_missing_leaves_the_rest_to_be_told(new_
     spool = new_spool(limit_bytes=3000)
     for index in range(4):
         spool.append(_output(index, 146))
-    frames, rest = FrameReader(), spool.read(20)  # the reader stands in the first segment, so the second one goes
+    frames, rest = FrameReader(), spool.read(20)  # the reader is in the first segment, so the second is dropped
     for index in range(4, 80):
         spool.append(_output(index))
     while data := spool.read():
@@ -296,7 +296,7 @@ def test_reader_that_keeps_up_loses_nothing_on_a_full_disk(new_spool: _NewSpool,
 
 
 def _fill(spool: Spool, indices: range) -> None:
-    """Some 900 KB of output for each, and an end."""
+    """Append 900 KB of output and an end for each index."""
     for index in indices:
         spool.append(_output(index, 900_000))
         spool.append(to_frame(RequestDone(0, index)))
@@ -366,7 +366,8 @@ def test_output_that_found_no_room_is_announced_once_before_the_next_output(new_
     spool = new_spool()
     with files_end_at(0):
         _fill(spool, range(20))
-        for index in range(20, 30):  # there is room for these, but what follows a loss comes after its announcement
+        # There is room for these, but after a loss the notice must come first.
+        for index in range(20, 30):
             spool.append(_output(index, 900_000 if index % 2 else 0))
     for index in range(100, 110):
         spool.append(_output(index))
@@ -379,7 +380,7 @@ def test_output_that_found_no_room_is_announced_once_before_the_next_output(new_
 
 
 class _Oracle:
-    """All frames in a list; a reader takes what the spool gives, and finds each in its place or told to be missing."""
+    """A list of all frames, which checks that a reader gets each one in its place or a notice that it is missing."""
 
     def __init__(self, folder: Path, limit_bytes: int) -> None:
         self.frames = [Frame(0, Notice, b"", b"")]  # by number
@@ -415,7 +416,7 @@ class _Oracle:
         self.sent = max(self.sent, number_in_part if self._tail else self.last)
 
     def check_sent(self, sent: int) -> None:
-        is_known = not self._tail or len(self._tail) >= 16  # a frame's number stands in its first 16 bytes
+        is_known = not self._tail or len(self._tail) >= 16  # a frame's number is in its first 16 bytes
         assert sent == self.sent or (sent > self.sent and not is_known)
         self.sent = sent
 
@@ -429,7 +430,7 @@ class _Oracle:
         self.gaps += 1
         if self.last > self.acknowledged or not self.acknowledged:
             assert _lost_bytes(notice) == _size_of(missing)
-        else:  # the acknowledged number may be among what was dropped before: where it was is an estimate
+        else:  # the acknowledged frame may have been dropped: its position is an estimate
             assert 0 < _lost_bytes(notice) <= _size_of(self.frames)
         if "over its limit" in notice.message().text:
             assert _size_of(self.frames[missing[0].number :]) > self._limit_bytes - 3 * 600, "dropped without need"

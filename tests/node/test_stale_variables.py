@@ -1,4 +1,4 @@
-"""What was made with groups that have ended, told by one thread while another one looks for more."""
+"""Variables that hold ended groups: one thread explains errors with them while another one records more."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from detrain_nb.node.groups.stale_variables import StaleVariables, forget_meshes
 
 
 class _Mesh(DeviceMesh):
-    """One without groups."""
+    """A mesh without groups."""
 
     def __init__(self) -> None:
         pass
@@ -64,7 +64,7 @@ def test_error_that_has_nothing_to_do_with_it_is_left_alone() -> None:
     stale, mesh = StaleVariables(), _Mesh()
     stale.note({"mesh": mesh})
     for text in ("Connection closed by peer [127.0.0.1]:33", "ProcessGroupGloo::broadcast: invalid root rank: 7"):
-        assert stale.explain(RuntimeError(text), text) == ""  # of the user's own
+        assert stale.explain(RuntimeError(text), text) == ""  # errors of the user's code
 
 
 def test_what_is_gone_explains_nothing() -> None:
@@ -75,7 +75,7 @@ def test_what_is_gone_explains_nothing() -> None:
 
 @pytest.mark.parametrize("left_out", ["torch.distributed.tensor", "torch.distributed.tensor._api"])
 def test_meshes_are_forgotten_after_an_import_that_was_stopped(left_out: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It leaves parts of a package behind, without the package itself or without what it had not come to."""
+    """A stopped import can leave submodules without their package, or a package without its last submodules."""
     importlib.import_module("torch.distributed.tensor")
     monkeypatch.delitem(sys.modules, left_out)
     forget_meshes()

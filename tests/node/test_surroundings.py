@@ -1,4 +1,4 @@
-"""What two starts must have in common: the environment that imports have made, and what a process inherits."""
+"""The state that two starts must share: the environment after the imports, and the traits that a process inherits."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _CHANGES = {
     "oom_score_adj": "open('/proc/self/oom_score_adj', 'w').write('1000')",
     "priority": "os.nice(1)",
     "python": "setattr(sys, 'executable', 'another')",
-    "rights": "ctypes.CDLL(None).prctl(38, 1, 0, 0, 0)",  # PR_SET_NO_NEW_PRIVS: only one of those that are compared
+    "rights": "ctypes.CDLL(None).prctl(38, 1, 0, 0, 0)",  # PR_SET_NO_NEW_PRIVS, one of the rights that are compared
     "umask": "os.umask(0o123)",
 }
 
@@ -44,7 +44,7 @@ def test_what_imports_change_in_the_environment_is_changed_in_another_but_where_
 
 
 def test_variable_without_a_name_is_left_out() -> None:
-    """A system may hand one down; Python cannot set it."""
+    """A system may pass on a variable with an empty name; Python cannot set it."""
     assert ImportedEnvironment().applied_to({"": "C:", "OTHER": "1"})["OTHER"] == "1"
     assert "" not in ImportedEnvironment().applied_to({"": "C:"})
 
@@ -52,7 +52,7 @@ def test_variable_without_a_name_is_left_out() -> None:
 @pytest.mark.parametrize("trait", _CHANGES)
 def test_trait_that_changes_is_named_and_no_other(trait: str) -> None:
     if trait == "affinity" and len(os.sched_getaffinity(0)) == 1:
-        return  # there is no other
+        return  # no other affinity is possible
     code = (
         "import ctypes, os, resource, sys\n"
         "from detrain_nb.node.system.surroundings import find_difference, read_starter\n"
