@@ -1,4 +1,4 @@
-"""What sessions leave in our folder on a node: what nobody uses any more goes after a month, all else stays."""
+"""Cleanup of the cache folder on a node: code and work folders unused for a month are removed, all else stays."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ OLD_CODE, NEW_CODE = "0" * 32, "f" * 32
 
 @pytest.fixture
 def cache(tmp_path: Path) -> Path:
-    """Our folder on a node, last cleaned long ago, with an old and a recent version of our code."""
+    """Return the cache folder of a node, last cleaned long ago, with an old and a recent version of our code."""
     folder = tmp_path / "cache"
     for code in (OLD_CODE, NEW_CODE):
         (folder / code / "detrain_nb").mkdir(parents=True, mode=0o700)
@@ -60,13 +60,13 @@ def root(tmp_path: Path) -> Path:
 
 
 def age(*paths: Path) -> None:
-    """As if nobody had touched them for a month."""
+    """Set the dates of ``paths`` to more than a month ago."""
     for path in paths:
         os.utime(path, (_LONG_AGO, _LONG_AGO), follow_symlinks=False)
 
 
 def bring(cache: Path, root: Path, name: str = "mine", *, work: Path | None = None) -> Path:
-    """Have the notebook's folder in a work folder of ours, long ago."""
+    """Copy the notebook's folder to a work folder and date it to more than a month ago; return the work folder."""
     folder = work or cache / "work" / name
     node = FolderNode(cache.parent, work=folder)
     assert node.cache == str(cache)
@@ -81,7 +81,7 @@ def names(folder: Path) -> set[str]:
 
 @contextlib.contextmanager
 def agent(folder: Path, *uses: Path) -> Iterator[None]:
-    """An agent lives that uses something."""
+    """Run an agent that uses the paths ``uses``."""
     folder.parent.parent.mkdir(mode=0o700, exist_ok=True)
     folder.parent.mkdir(mode=0o700, exist_ok=True)
     process, sock = start_agent(folder, uses=[str(path) for path in uses])
@@ -93,7 +93,7 @@ def agent(folder: Path, *uses: Path) -> Iterator[None]:
         process.wait(_LIMIT_S)
 
 
-# ---- what goes
+# ---- what is removed
 
 
 def test_code_that_nobody_used_for_a_month_goes(cache: Path) -> None:
@@ -135,7 +135,7 @@ def test_what_was_broken_off_goes(cache: Path) -> None:
 def test_work_folder_that_was_removed_in_part_goes_another_time(cache: Path, root: Path) -> None:
     folder = bring(cache, root)
     aside = cache_cleanup._put_work_aside(cache, folder)
-    (aside / "train.py").unlink()  # and then the program was ended
+    (aside / "train.py").unlink()  # as if the program was killed here
     age(aside)
     clean_up(cache)
     assert not names(cache / "work") and not names(cache / "sync")
@@ -198,7 +198,7 @@ def test_work_folder_with_anything_else_stays_whole(cache: Path, root: Path, cha
 def test_work_folder_with_what_was_there_before_stays(cache: Path, root: Path) -> None:
     folder = cache / "work" / "mine"
     folder.mkdir()
-    (folder / "train.py").write_text("import model")  # the same, but put there by hand
+    (folder / "train.py").write_text("import model")  # equal contents, but not from a notebook
     bring(cache, root)
     clean_up(cache)
     assert (folder / "train.py").exists() and (folder / "pkg" / "model.py").exists()
@@ -285,12 +285,12 @@ def test_what_belongs_to_another_user_stays(cache: Path) -> None:
     assert OLD_CODE in names(cache) and names(cache / "work") == {"theirs"}
 
 
-# ---- two at once
+# ---- concurrent programs
 
 
 @contextlib.contextmanager
 def beginning(home: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """A notebook has reached the node, was told what is there, and has not said yet what it wants."""
+    """Run the bootstrap program of a node, which then waits for a request."""
     environment = {**os.environ, "XDG_CACHE_HOME": str(home)}
     command = [sys.executable, bootstrap.__file__]
     with subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as program:
@@ -312,7 +312,7 @@ def hear_facts(program: subprocess.Popen[bytes]) -> dict[str, object]:
 
 @pytest.fixture
 def found(cache: Path) -> Path:
-    """The folder where a program on the node looks for it."""
+    """Return the cache folder, moved to where a program on the node looks for it."""
     cache.parent.chmod(0o700)
     moved = cache.rename(cache.parent / "detrain_nb")
     moved.chmod(0o700)
@@ -365,7 +365,7 @@ def test_file_that_comes_at_the_last_moment_stays_in_its_place(
 
 
 def test_lock_that_was_removed_locks_nothing(tmp_path: Path) -> None:
-    """A second program has opened the lock of a note when the first one, that holds it, removes it with the note."""
+    """The first program removes a note and its lock after a second one has opened the lock file."""
     code = """
 import fcntl, os, sys
 from pathlib import Path
@@ -427,7 +427,7 @@ def test_host_is_rid_of_what_a_killed_agent_left_and_of_what_is_old(testbed: Tes
     cache = testbed.path_home("h0") / ".cache" / "detrain_nb"
     (node,) = ssh_nodes(testbed, 1)
     node.start_agent("killed").close()
-    [folders] = (cache / "run").iterdir()  # of this host
+    [folders] = (cache / "run").iterdir()  # the run folder of this host
     pid = live_agent_there(folders / "killed")
     testbed.exec("h0", "kill", "-9", str(pid))
     (folders / "killed" / "spool.000009").write_text("x")
@@ -450,6 +450,6 @@ def test_host_is_rid_of_what_a_killed_agent_left_and_of_what_is_old(testbed: Tes
 
 
 def live_agent_there(folder: Path) -> int:
-    """The pid that it has in the host's namespace."""
+    """Return the agent's pid in the host's pid namespace."""
     assert live_agent(folder)
     return int((folder / "agent.pid").read_text())

@@ -1,4 +1,4 @@
-"""What travels to a node: it is the same each time, complete, and runs where nothing else is installed."""
+"""The code archive for nodes: it is reproducible and complete, and it runs where nothing else is installed."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ for entry in entry_points(group="torchrun.handlers"):
 def test_own_code_imports_without_anything_else(tmp_path: Path) -> None:
     names = [name for name in _unpack(own_code(), tmp_path) if ".dist-info/" not in name]
     rooms = [name[: -len(".py")].replace("/", ".") for name in names if name.count("/") == 1]
-    rooms.remove("detrain_nb.storage")  # which needs fsspec: torch brings it
+    rooms.remove("detrain_nb.storage")  # it needs fsspec, which is installed with torch
     modules = [*rooms, "detrain_nb.node.agent.agent", "detrain_nb.node.rank.worker", "detrain_nb.node.system.gpus"]
     script = f"from importlib import import_module\nfor name in {modules}: print(import_module(name).__file__)"
     for line in _run_alone(tmp_path, script).splitlines():

@@ -1,4 +1,4 @@
-"""Files to nodes and back: over real SSH, and on this machine; nodes that lie, full disks, copies that end early."""
+"""Copies to nodes and back, over real SSH and on this machine: lying nodes, full disks, and copies that end early."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def make_tree(folder: Path, *, large_bytes: int = 0) -> Path:
 
 
 def describe(folder: Path) -> dict[str, bytes | None]:
-    """All that is in a folder: the contents of files with an x where they are executable, None for folders."""
+    """Return the entries of a folder: a file's bytes after ``x`` (executable) or ``-``, and None for a folder."""
     found: dict[str, bytes | None] = {}
     for path in sorted(folder.rglob("*")):
         name = str(path.relative_to(folder))
@@ -72,10 +72,10 @@ def describe(folder: Path) -> dict[str, bytes | None]:
 
 
 def wait_until_gone(*folders: Path, name: str = ".detrain_nb-*") -> None:
-    """What is not whole goes when the program there has seen that the copy has ended."""
+    """Wait until the staging folders are gone: the node's program removes them once it sees that the copy has ended."""
     deadline = time.monotonic() + _LIMIT_S
     while True:
-        with contextlib.suppress(FileNotFoundError):  # a folder that goes while it is looked at
+        with contextlib.suppress(FileNotFoundError):  # a folder is removed during the search
             if not (left := [path for folder in folders for path in folder.rglob(name)]):
                 return
             assert time.monotonic() < deadline, left
@@ -84,7 +84,7 @@ def wait_until_gone(*folders: Path, name: str = ".detrain_nb-*") -> None:
 
 @pytest.fixture
 def home(testbed: Testbed, tmp_path: Path) -> Path:
-    """The work folder on the first host, of this test, as it is on the real file system."""
+    """Return this test's work folder on the first host, as a path of the real file system."""
     folder = testbed.path_home("h0") / tmp_path.name
     folder.mkdir()
     return folder
@@ -99,7 +99,7 @@ def node(testbed: Testbed, home: Path) -> Iterator[SshNode]:
 
 
 def serve_sftp_by(testbed: Testbed, program: str) -> None:
-    """Have the first host's SFTP be another program."""
+    """Make ``program`` the SFTP server of the first host."""
     config = testbed.folder / "h0" / "sshd_config"
     config.write_text(config.read_text().replace("Subsystem sftp internal-sftp", f"Subsystem sftp {program}"))
     testbed.stop_sshd("h0")
@@ -107,7 +107,7 @@ def serve_sftp_by(testbed: Testbed, program: str) -> None:
 
 
 def no_checks_of_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Our code on nodes without what foresees a full disk."""
+    """Remove the check for free space from our code on nodes."""
     with zipfile.ZipFile(io.BytesIO(code.own_code().data)) as archive:
         sources = {name: archive.read(name) for name in archive.namelist()}
     before, name = b"if size > free:", "detrain_nb/copying/receiver.py"
@@ -146,7 +146,7 @@ def test_locale_of_a_host_is_nothing_to_names_of_files(testbed: Testbed, home: P
     (node,) = ssh_nodes(testbed, 1, setup=[locale], workdir=f"~/{home.name}/Grüße 世界")
     source = make_tree(tmp_path / "ünï日")
     with contextlib.closing(node.start_agent("test")):
-        for _ in range(2):  # on the agent's connection, and on one of its own
+        for _ in range(2):  # over the agent's connection, then over a new one
             put(node, source)
             get(node, source.name, tmp_path / "back")
             node.leave()
@@ -169,7 +169,7 @@ def test_what_only_its_owner_could_read_stays_so(where: str, testbed: Testbed, t
         get(node, f"{target}/tree", tmp_path / "back")
     finally:
         testbed.exec("h0", f"rm -r {target}")
-    modes["inner/open"] = 0o600  # nobody else came so far; it may come into a folder that others can enter
+    modes["inner/open"] = 0o600  # others could not reach it in the private folder
     assert {name: (tmp_path / "back" / "tree" / name).stat().st_mode & 0o777 for name in modes} == modes
 
 
@@ -179,7 +179,7 @@ def test_what_only_its_owner_could_read_stays_so(where: str, testbed: Testbed, t
         ([], "/bin/false", 1),
         pytest.param(["MaxSessions 1"], "internal-sftp", 3, marks=pytest.mark.slow),
         pytest.param(["MaxSessions 1"], "/bin/false", 3, marks=pytest.mark.slow),
-        (["MaxSessions 2"], "internal-sftp", None),  # the channel of the copy before may not be closed yet
+        (["MaxSessions 2"], "internal-sftp", None),  # the previous copy's channel may still be open
     ],
 )
 def test_files_go_where_there_is_no_sftp_or_no_further_channel(
@@ -189,7 +189,7 @@ def test_files_go_where_there_is_no_sftp_or_no_further_channel(
     serve_sftp_by(testbed, sftp)
     (node,) = ssh_nodes(testbed, 1)
     source = make_tree(tmp_path / "tree", large_bytes=3 << 20)
-    with contextlib.closing(node.start_agent("test")):  # which has the first channel
+    with contextlib.closing(node.start_agent("test")):  # the agent has the first channel
         put(node, source)
         get(node, "tree", tmp_path / "back")
         node.leave()
@@ -212,7 +212,7 @@ def test_relative_paths_are_of_the_work_folder_or_the_home(node: SshNode, home: 
     get(node, ".", tmp_path / "c")
     assert describe(tmp_path / "b") == {"where": None, "where/a.txt": b"-a"}
     assert describe(tmp_path / "c" / node.name) == describe(home)
-    node._work_folder = ""  # it was not reached
+    node._work_folder = ""  # as if the node was not reached
     get(node, [f"{home.name}/a.txt", f"{home.name}/else/."], tmp_path / "d")
     assert describe(tmp_path / "d") == {"a.txt": b"-a", "else": None, "else/where": None, "else/where/a.txt": b"-a"}
 
@@ -258,7 +258,7 @@ def test_folder_is_not_copied_into_itself(node: SshNode, home: Path, tmp_path: P
             put(LocalTransport(), there, target, folder=str(there))
     (home / "s").mkdir()
     (home / "s" / "file").write_text("file")
-    with pytest.raises(SpecError, match="would be copied into itself"):  # a host that is this machine
+    with pytest.raises(SpecError, match="would be copied into itself"):  # the host is this machine
         put(node, home / "s", str(home / "s" / "new"))
     wait_until_gone(home)
     wait_until_gone(home, name="new")
@@ -401,7 +401,7 @@ def test_nothing_is_written_through_a_link_here(node: SshNode, home: Path, tmp_p
         get(node, "asked", tmp_path / "back")
     (tmp_path / "back" / "asked").unlink()
     (tmp_path / "back" / "asked").mkdir()
-    (tmp_path / "back" / "asked" / "run.sh").symlink_to(outside / "planted")  # is replaced, not followed
+    (tmp_path / "back" / "asked" / "run.sh").symlink_to(outside / "planted")  # the link is replaced, not followed
     get(node, "asked", tmp_path / "back")
     assert list(outside.iterdir()) == []
     assert describe(tmp_path / "back" / "asked") == describe(home / "asked")
@@ -410,7 +410,7 @@ def test_nothing_is_written_through_a_link_here(node: SshNode, home: Path, tmp_p
 def test_case_of_a_file_system_is_found_out(tmp_path: Path) -> None:
     (made := tmp_path / "Made").touch()
     assert not ignores_case(str(made))
-    (tmp_path / "mADE").touch()  # as a file system that ignores case would find it
+    (tmp_path / "mADE").touch()  # as on a case-insensitive file system, where this name exists
     assert ignores_case(str(made))
 
 
@@ -418,7 +418,7 @@ def test_case_of_a_file_system_is_found_out(tmp_path: Path) -> None:
 def test_files_that_differ_in_case_alone_do_not_become_one(
     first: str, second: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a file system that ignores case; Linux has none that any machine could mount."""
+    """``ignores_case`` is patched, as Linux has no case-insensitive file system that every machine could mount."""
     for name in (first, second):
         (tmp_path / "there" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "there" / name).write_text(name)
@@ -434,7 +434,7 @@ def test_files_that_differ_in_case_alone_do_not_become_one(
 
 
 def test_link_in_the_place_of_a_folder_that_was_made_is_not_written_through(tmp_path: Path) -> None:
-    """Where a group can write the folder, others can do that at any moment of a copy."""
+    """In a folder that a group can write, others can plant such a link at any moment of a copy."""
     outside = tmp_path / "outside"
     (outside / "inner").mkdir(parents=True)
     with TreeWriter(str(tmp_path / "base")) as writer:
@@ -450,7 +450,7 @@ def test_link_in_the_place_of_a_folder_that_was_made_is_not_written_through(tmp_
 
 
 class Replaced:
-    """The staging folder of a copy is moved away, and another stands there, as others do where a group can write."""
+    """A staging folder that others have moved away and replaced, as they can where a group can write."""
 
     def __init__(self, writer: TreeWriter, planted: Path, names: Iterable[str]) -> None:
         self.real = Path(f"{writer.staging}-moved")
@@ -478,7 +478,7 @@ def test_folder_in_the_place_of_the_staging_folder_is_not_used(tmp_path: Path) -
 def test_folder_of_somebody_else_is_not_taken_for_the_staging_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is there before the one that was made is opened."""
+    """The other folder replaces ours between its creation and its opening."""
     mkdir = os.mkdir
 
     def make(path: str, *args: Any, **options: Any) -> None:
@@ -498,7 +498,7 @@ def test_folder_of_somebody_else_is_not_taken_for_the_staging_folder(
 def test_other_folder_of_the_user_is_not_taken_for_the_staging_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One that a group can enter: what is copied would be read there."""
+    """A group can enter the other folder, and could read the copied files there."""
     out = tmp_path / "out"
     out.mkdir()
     out.chmod(0o775)
@@ -522,7 +522,7 @@ def test_other_folder_of_the_user_is_not_taken_for_the_staging_folder(
 
 @pytest.mark.parametrize("mode", [0o755, 0o777])
 def test_what_a_killed_copy_has_left_goes_with_the_next_one(mode: int, tmp_path: Path) -> None:
-    """Where others can have put it there, it stays."""
+    """Where others can write, it stays, because others may have put it there."""
     there = tmp_path / "there"
     there.mkdir()
     there.chmod(mode)
@@ -534,7 +534,7 @@ def test_what_a_killed_copy_has_left_goes_with_the_next_one(mode: int, tmp_path:
     (there / "own" / "1.part").write_text("mine")
     alike = left.name[:-1] + ("1" if left.name[-1] == "0" else "0")
     for name, other in ((alike, "note"), (".detrain_nb-", "1.part")):
-        (there / name).mkdir(mode=0o700)  # not as ours are
+        (there / name).mkdir(mode=0o700)  # differs from a staging folder of ours
         (there / name / other).write_text("mine")
     before = set(there.iterdir())
     with TreeWriter(str(there)) as at_work, at_work.open_staged("1.part"):
@@ -545,7 +545,7 @@ def test_what_a_killed_copy_has_left_goes_with_the_next_one(mode: int, tmp_path:
 
 
 def test_file_of_a_folder_that_only_its_owner_could_enter_stays_private(tmp_path: Path) -> None:
-    """Where others have made that folder before, its files come into theirs."""
+    """Others may have created the destination folder before, and the files are copied into it."""
     (tmp_path / "keys" / "inner").mkdir(parents=True)
     for name in ("keys/inner/a.txt", "keys/b.txt"):
         (tmp_path / name).write_text("key")
@@ -573,7 +573,7 @@ def test_group_and_others_may_do_no_more_with_a_copy(act: Callable[..., Copied],
         act(LocalTransport(), str(tmp_path / "tree"), str(tmp_path / "copy"))
     finally:
         os.umask(before)
-    modes |= {"d/open": 0o640, "e/z": 0o644}  # one may come into a folder that is open; ours to write
+    modes |= {"d/open": 0o640, "e/z": 0o644}  # others could not enter d; the owner can always write
     found = {name: (tmp_path / "copy" / "tree" / name).stat().st_mode & 0o777 for name in modes}
     assert found == {name: mode & ~umask for name, mode in modes.items()}
 
@@ -606,7 +606,7 @@ def test_large_files_go_where_a_group_can_write(node: SshNode, home: Path, tmp_p
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")
 def test_file_of_another_user_is_not_guarded_in_a_folder_like_tmp(tmp_path: Path) -> None:
-    """Its owner can put another one, or a link, in its place."""
+    """The file's owner can replace it by another file or by a link."""
     tmp_path.chmod(0o1777)
     for name in ("own", "theirs"):
         (tmp_path / name).write_text("x")
@@ -616,7 +616,7 @@ def test_file_of_another_user_is_not_guarded_in_a_folder_like_tmp(tmp_path: Path
 
 
 def test_another_file_in_the_place_of_one_that_was_listed_is_not_sent(tmp_path: Path) -> None:
-    """Where nobody else can put one there, its number alone says nothing: some network file systems change it."""
+    """Where only the user can write, a changed inode number is ignored: some network file systems change it."""
     shared = tmp_path / "shared"
     (shared / "data").mkdir(parents=True)
     (shared / "data" / "notes").write_text("notes")
@@ -625,7 +625,7 @@ def test_another_file_in_the_place_of_one_that_was_listed_is_not_sent(tmp_path: 
         shared.chmod(mode)
         listed = (shared / "data" / "notes").stat()
         tree = list_tree([("shared", str(shared))])
-        (tmp_path / "secret").write_text("other")  # as long, and as old
+        (tmp_path / "secret").write_text("other")  # same size and modification time
         os.utime(tmp_path / "secret", ns=(0, listed.st_mtime_ns))
         os.link(tmp_path / "secret", shared / "another")
         (shared / "another").rename(shared / "data" / "notes")
@@ -641,7 +641,7 @@ def test_another_file_in_the_place_of_one_that_was_listed_is_not_sent(tmp_path: 
 
 @pytest.mark.parametrize("where", ["from here", "from there"])
 def test_checkpoint_that_is_saved_anew_while_it_is_copied_is_told(where: str, tmp_path: Path) -> None:
-    """In a folder that only its owner can write: the new one's beginning is no copy."""
+    """This holds even where only the owner can write, because the start of the new file is not a valid copy."""
     folder = tmp_path / "ck"
     folder.mkdir(mode=0o755)
     (folder / "a").write_bytes(b"a" * 20_000_000)
@@ -678,7 +678,7 @@ def test_folder_that_was_replaced_by_another_is_told(tmp_path: Path) -> None:
 
 
 def test_path_that_a_node_names_is_looked_for_nowhere_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It could be a share of the attacker's, where a system logs in, or one that is mounted when it is looked at."""
+    """The path could be an attacker's network share, where the system would log in, or be mounted on access."""
     make_tree(tmp_path / "tree")
     looked_at: list[str] = []
     monkeypatch.setattr(os.path, "isdir", lambda path, isdir=os.path.isdir: looked_at.append(str(path)) or isdir(path))
@@ -715,7 +715,7 @@ def test_file_where_a_folder_should_be_stays_and_is_told(node: SshNode, home: Pa
 
 
 class FakeNode:
-    """A node with a program of the test's own."""
+    """A node that runs ``play`` instead of our program."""
 
     is_this_machine = False
     shares_paths = False
@@ -741,7 +741,7 @@ class FakeNode:
 
     def _run(self, sock: socket.socket) -> None:
         with (
-            contextlib.suppress(Failed, OSError),  # the notebook has hung up
+            contextlib.suppress(Failed, OSError),  # the notebook has closed the connection
             sock,
             sock.makefile("rb") as reader,
             sock.makefile("wb") as writer,
@@ -753,7 +753,7 @@ class FakeNode:
 
 
 def saying(*lines: object) -> Callable[[Talk], object]:
-    """Say lines: a dict as JSON, bytes as they are."""
+    """Return a play that sends these lines: a dict as JSON, bytes unchanged."""
 
     def play(talk: Talk) -> None:
         for line in lines:
@@ -771,7 +771,7 @@ def file(name: object = "asked/x", size: object = 1, **more: object) -> dict[str
 
 
 def deep(levels: int) -> list[dict[str, Any]]:
-    """Folders in one another, that all come; the first is what was asked for."""
+    """Return the lines that announce nested folders; the first is the folder that was requested."""
     return [{"type": "folder", "name": "asked" + "/d" * level} for level in range(levels)]
 
 
@@ -901,7 +901,7 @@ def test_more_than_there_is_room_for_is_not_begun(tmp_path: Path) -> None:
 
 
 def test_folder_that_was_given_the_name_of_what_is_not_whole_stays(tmp_path: Path) -> None:
-    """In a folder that a group can write others can rename it meanwhile."""
+    """In a folder that a group can write, others can rename a folder of theirs to the staging folder's name."""
     theirs = tmp_path / "results" / "inner"
     theirs.mkdir(parents=True)
     (theirs / "only copy").write_text("x")
@@ -914,7 +914,7 @@ def test_folder_that_was_given_the_name_of_what_is_not_whole_stays(tmp_path: Pat
 
 
 def test_writers_that_begin_at_once_make_the_same_folders(tmp_path: Path) -> None:
-    """As the copies of many nodes do; several times, as it is a race."""
+    """Copies from many nodes start at once; the test tries it 50 times because it is a race."""
     num_writers = 8
     failures: list[FilesError] = []
 
@@ -1122,7 +1122,7 @@ def test_connection_that_breaks_between_two_files_is_said_with_the_node(
         testbed.heal("h0", "notebook")
 
     def cut(files: int, *_: int) -> None:
-        if files == 1 and not lost:  # what is asked next has no answer
+        if files == 1 and not lost:  # the next request gets no answer
             lost.append(True)
             testbed.cut("h0", "notebook")
             threading.Timer(0.5, lose).start()
@@ -1159,7 +1159,7 @@ def test_stop_in_a_notebook_ends_the_copies_to_all_nodes(make_testbed: MakeTestb
 
 
 def test_stop_does_not_wait_for_a_host_that_is_slow_to_answer(tmp_path: Path) -> None:
-    """Its connection is not there yet: nothing that a stop could shut."""
+    """The connection does not exist yet, so a stop has nothing to shut."""
     (tmp_path / "file").write_text("x")
     with socket.create_server(("127.0.0.1", 0)) as listener, contextlib.ExitStack() as accepted:
         address, port = listener.getsockname()
@@ -1168,7 +1168,7 @@ def test_stop_does_not_wait_for_a_host_that_is_slow_to_answer(tmp_path: Path) ->
         connections: list[socket.socket] = []
 
         def press() -> None:
-            connections.append(accepted.enter_context(listener.accept()[0]))  # and nothing is said
+            connections.append(accepted.enter_context(listener.accept()[0]))  # accept, and send nothing
             os.kill(os.getpid(), signal.SIGINT)
 
         watcher = threading.Thread(target=press)
@@ -1180,7 +1180,7 @@ def test_stop_does_not_wait_for_a_host_that_is_slow_to_answer(tmp_path: Path) ->
         with contextlib.suppress(BlockingIOError):
             while True:
                 assert connections[0].recv(4096), "it was waited for until it had given up"
-    wait_for_no_threads()  # now it hears that nobody listens
+    wait_for_no_threads()  # the closed connection and listener end the attempt
 
 
 def wait_for_no_threads() -> None:

@@ -1,4 +1,4 @@
-"""Which files of a folder travel, that a change is seen, and that what is packed is what was there."""
+"""The files of a folder that are sent: which are listed, how a change is seen, and that only those are packed."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ NAMES = st.sampled_from(["a", "b", "c", "a.x", "b.x"])
 PLACES = st.lists(NAMES, max_size=2).map("/".join)
 
 
-# The same examples each time: what another 10000 find would be pathspec's, and no news of this change.
+# The examples are the same each time: new ones would find faults of pathspec, not of a change here.
 @settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 @given(
     paths=st.sets(st.lists(NAMES, min_size=1, max_size=4).map("/".join), min_size=1, max_size=12),
@@ -194,7 +194,7 @@ def test_link_that_stays_inside_travels_as_its_content(tmp_path: Path) -> None:
 def test_file_behind_a_link_that_is_put_on_the_way_is_not_listed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where a group can write, others put it there after the look: the digest would make what it leads to wanted."""
+    """Where a group can write, others can plant the link after the check; its target would be listed and sent."""
     root = _plant(tmp_path / "root", {"own.txt": "own", "sub/notes.txt": "notes"})
     private = _plant(tmp_path / "private", {"notes.txt": "secret"})
     for shared in (root, root / "sub"):
@@ -261,7 +261,7 @@ def test_unreadable_file_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     def refuse(path: str, *_state: int) -> str:
         raise PermissionError(13, "Permission denied", path)
 
-    monkeypatch.setattr(folder, "_digest", refuse)  # the tests may run as root, who may read everything
+    monkeypatch.setattr(folder, "_digest", refuse)  # root, who may run the tests, can read any file
     with pytest.raises(SpecError, match=r"^sub/private cannot be read: Permission denied: make it readable, or list"):
         list_folder(tmp_path)
     (tmp_path / ".gitignore").write_text("*")
@@ -307,7 +307,7 @@ def test_file_is_another_one_by_its_content_and_its_mode(tmp_path: Path) -> None
 
 @pytest.mark.timeout(20)
 def test_what_stands_in_the_place_of_a_listed_file_is_not_read(tmp_path: Path) -> None:
-    """Others may have put it there since, where a group can write the folder."""
+    """In a folder that a group can write, others may have replaced the file since it was listed."""
     _plant(tmp_path, {"root/a.py": "a", "root/b.py": "b", "root/sub/c.py": "c", "root/to-a": "", "secret/c.py": "key"})
     root = tmp_path / "root"
     (root / "to-a").unlink()
@@ -321,7 +321,7 @@ def test_what_stands_in_the_place_of_a_listed_file_is_not_read(tmp_path: Path) -
     (root / "sub").symlink_to(tmp_path / "secret")
     with zipfile.ZipFile(io.BytesIO(pack(root, manifest, manifest))) as packed:
         assert packed.namelist() == ["b.py"]
-    _plant(root, {".env": "key"})  # it stays here for its name
+    _plant(root, {".env": "key"})  # a file of this name is never sent
     (root / "to-a").unlink()
     (root / "to-a").symlink_to(".env")
     with zipfile.ZipFile(io.BytesIO(pack(root, manifest, ["to-a"]))) as packed:
@@ -336,7 +336,7 @@ def test_file_of_a_folder_that_only_its_owner_could_enter_travels_as_private(tmp
     root = _plant(tmp_path / "root", {"keys/inner/a.txt": "", "open/b.txt": ""})
     (root / "keys").chmod(0o700)
     (root / "link.txt").symlink_to("keys/inner/a.txt")
-    root.chmod(0o700)  # the work folder has its own mode
+    root.chmod(0o700)  # does not count: the work folder has a mode of its own
     manifest = list_folder(root)
     with zipfile.ZipFile(io.BytesIO(pack(root, manifest, manifest))) as packed:
         modes = {info.filename: info.external_attr >> 16 & 0o077 for info in packed.infolist()}
@@ -363,7 +363,7 @@ def test_packed_files_are_what_was_there(tmp_path: Path) -> None:
 
 @pytest.fixture(autouse=True)
 def _nobodys_git(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tests' own home, whose git has no configuration."""
+    """Set a home without a git configuration; return it."""
     home = tmp_path_factory.mktemp("home")
     monkeypatch.setenv("HOME", str(home))
     monkeypatch.delenv("XDG_CONFIG_HOME", raising=False)
@@ -452,11 +452,11 @@ def test_home_and_what_holds_it_stay_here(tmp_path: Path, monkeypatch: pytest.Mo
     assert why_kept(own) and why_kept("/") and not why_kept(home / "work")
 
 
-# ---- what git reads besides
+# ---- further files that git reads
 
 
 def _others(repository: Path) -> set[str]:
-    """What git would add."""
+    """Return the files that ``git add`` would add."""
     command = ["git", "ls-files", "-z", "--others", "--exclude-standard"]
     environment = {**os.environ, "GIT_CONFIG_NOSYSTEM": "1"}
     listed = subprocess.run(command, cwd=repository, env=environment, check=True, capture_output=True, timeout=60)
@@ -523,7 +523,7 @@ def test_patterns_that_never_end_are_not_read(name: str, tmp_path: Path) -> None
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")
 def test_lines_of_another_user_above_the_folder_send_nothing_and_stop_nothing(tmp_path: Path) -> None:
-    """In /tmp, say: anybody can make a repository of it."""
+    """In a folder like /tmp, any user can create a repository."""
     root = _plant(tmp_path / "project", {"train.py": "", ".env": "key", "deploy.pem": "key"})
     (tmp_path / ".git").mkdir()
     for theirs in (True, False):
@@ -556,7 +556,7 @@ def test_pattern_that_can_be_matched_in_too_many_ways_is_refused(tmp_path: Path)
 
 
 def test_line_that_is_longer_than_any_path_is_refused(tmp_path: Path) -> None:
-    """Only to compile 200,000 stars takes seconds."""
+    """Compiling a pattern of 200,000 stars alone takes seconds."""
     _plant(tmp_path, {".gitignore": f"#{'#' * 5000}\n{'*' * 4096}x"})
     with pytest.raises(SpecError, match="line 2 has 4097 characters, more than 4096: shorten the pattern"):
         list_folder(tmp_path)
@@ -585,7 +585,7 @@ def test_patterns_that_are_too_many_for_the_files_are_refused(tmp_path: Path, mo
     "pattern", ["*a" * 20 + "*c", "a*a*a*a*b", "**/*a*a*a*b", "[a-z]*[a-z]*[a-z]*[a-z]*1", "a?*" * 9 + "c"]
 )
 def test_stars_take_time_by_the_length_of_a_name(pattern: str, tmp_path: Path) -> None:
-    """Tried in every way, twenty take longer than there is."""
+    """A matcher that tries every combination would never finish with twenty stars."""
     names = [f"{'a' * 240}{number}" for number in range(10)]
     _plant(
         tmp_path, {".gitignore": "".join(f"{pattern}{number}\n" for number in range(10)), **dict.fromkeys(names, "")}

@@ -1,4 +1,4 @@
-"""What this machine knows of sessions that it started: for this user alone, and believed only as far as it fits."""
+"""This machine's records of sessions that it started: private to the user, and validated when they are read."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_only_this_user_can_read_it_and_nothing_lies_beside_it(folder: Path) -> 
 
 
 def test_it_is_on_the_disk_before_it_has_its_name(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else a machine that goes down may leave an empty file there."""
+    """Otherwise a crash of the machine could leave an empty file under that name."""
     synced: list[int] = []
     monkeypatch.setattr(os, "fsync", lambda handle: synced.append(os.fstat(handle).st_ino))
     remember("train", _NODES, holder="a notebook", started=_STARTED)
@@ -123,7 +123,7 @@ def test_start_that_is_no_table_or_an_empty_one(folder: Path, started: Any) -> N
 
 def test_what_cannot_be_written_ends_nothing(folder: Path) -> None:
     remember("train", _NODES, holder="a notebook", started=StartedWith(seed=object()))  # type: ignore[arg-type]
-    remember("here", (), holder="a notebook", started=_STARTED)  # there is no folder of an agent
+    remember("here", (), holder="a notebook", started=_STARTED)  # the folder of the agent does not exist
     (folder / ".remote").rmdir()
     (folder / ".remote").touch()
     remember("train", _NODES, holder="a notebook", started=_STARTED)

@@ -1,4 +1,4 @@
-"""What the shell of a node is told, given to a real shell."""
+"""The shell script that starts a program on a node, run by a real shell."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from detrain_nb.node.ssh import bootstrap, probe, speed
 from detrain_nb.spec.node import Node
 
 _PLANTED = ("__future__", "collections", "ctypes", "json", "platform", "socket", "struct", "typing")
-_OLD_BASH = "BASH_COMPAT=5.0"  # as before 5.1, what Python reads is a file that has been removed, and no pipe
-_PYTHON = os.path.realpath(sys.executable)  # outside of a virtual environment, which may bring what is planted
+_OLD_BASH = "BASH_COMPAT=5.0"  # as before 5.1: Python reads the program from an unlinked file, not from a pipe
+_PYTHON = os.path.realpath(sys.executable)  # not that of a virtual environment, which may contain such modules
 _LIMIT_S = 60
 
 
 def run(source: str, said: bytes, folder: Path) -> str:
-    """Start a program as on a node whose temporary files are in ``folder``; returns what it said."""
+    """Run a program as on a node with ``folder`` as TMPDIR and ``said`` as its input; return its output."""
     node = Node(host="h", python=_PYTHON, setup=(_OLD_BASH, f"export TMPDIR={folder}"))
     script = remote_program.write_script(node, source) + said
     environment = {"HOME": str(folder.parent), "PATH": os.environ["PATH"]}
@@ -39,7 +39,7 @@ def run(source: str, said: bytes, folder: Path) -> str:
 
 @pytest.fixture
 def planted(tmp_path: Path) -> Path:
-    """A folder for temporary files in which another user has put modules."""
+    """Return a folder for temporary files in which another user has planted modules."""
     folder = tmp_path / "planted"
     folder.mkdir()
     for name in _PLANTED:
@@ -60,7 +60,7 @@ def test_bootstrap_takes_no_module_from_where_the_shell_keeps_it(planted: Path) 
 
 
 def test_folder_of_ours_is_none_that_others_can_put_another_in_place_of(tmp_path: Path) -> None:
-    """They could give the agent code of theirs."""
+    """Other users could replace the agent's code."""
     shared, temporary = tmp_path / "shared", tmp_path / "shared" / "temporary"
     temporary.mkdir(parents=True)
 
@@ -106,7 +106,7 @@ def test_program_for_files_is_from_our_code(planted: Path) -> None:
 
 
 def test_nothing_of_what_python_itself_looks_in_is_left_out(tmp_path: Path) -> None:
-    """Where it takes nothing from a program's folder, none stands before the others."""
+    """With -P or PYTHONSAFEPATH, ``sys.path`` does not start with the program's folder: no entry must be removed."""
     source = "import json, sys; print(json.dumps(sys.path))"
     asked = [_PYTHON, "-P", "-c", source]
     expected = json.loads(subprocess.run(asked, capture_output=True, check=True, env={}, cwd="/").stdout)
@@ -127,7 +127,7 @@ def test_fact_of_a_host_is_one_line() -> None:
 
 
 class Hung:
-    """A command there that says nothing but what comes by its socket."""
+    """A remote command that has a socket and nothing else."""
 
     def __init__(self, sock: socket.socket) -> None:
         self.sock = sock

@@ -1,4 +1,4 @@
-"""A node over SSH while it is reached: no connection stays when it is left, and our code there is whole."""
+"""Connecting to a node over SSH: leaving the node closes every connection, and our code there is complete."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from ..testbed.testbed import Testbed
 
 @pytest.fixture
 def opened(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[SshConnection]]:
-    """The connections that are made."""
+    """Yield a list of the SSH connections that are opened."""
     found: list[SshConnection] = []
     open_one = SshConnection.open
 
@@ -46,7 +46,7 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[SshConnection]]:
 
 
 class LeftAtOnce(SshNode):
-    """It is left in the moment before it knows its connection."""
+    """A node that is left just before it stores its connection."""
 
     def __setattr__(self, name: str, value: object) -> None:
         if name == "_connection" and value is not None:
@@ -64,7 +64,7 @@ def test_node_that_is_left_while_it_is_reached_has_no_connection(testbed: Testbe
 
 
 def test_full_disk_of_this_machine_is_no_hindrance(testbed: Testbed, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Our code goes there once more, and is written nowhere here."""
+    """Our code is sent to the node without being written to this machine's disk."""
     with zipfile.ZipFile(io.BytesIO(own_code().data)) as packed:
         sources = {name: packed.read(name) for name in packed.namelist()}
     fresh = code.CodeArchive.of({**sources, "detrain_nb/fresh.bin": os.urandom(1 << 20)})
@@ -117,7 +117,7 @@ def test_code_that_is_not_whole_on_a_node_is_mended(testbed: Testbed, fault: Cal
 
 
 def test_code_is_on_the_disk_before_it_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine that loses its power then has all of it or none."""
+    """After a power loss, a node then has all of the code or none of it."""
     files = {"detrain_nb/__init__.py": b"", "detrain_nb/node/agent/agent.py": b"x = 1"}
     archive = tmp_path / "archive"
     archive.write_bytes(code.pack_files(files))

@@ -1,4 +1,4 @@
-"""The notebook's folder on the nodes: what goes there, what is left alone, and what two nodes have of the same data."""
+"""The notebook's folder on the nodes: files that are sent or left alone, and the comparison of data between nodes."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def node(tmp_path: Path) -> FolderNode:
 
 @pytest.fixture
 def packed(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
-    """What was packed, in order."""
+    """Return the list of names of each archive that was packed, in order."""
     found: list[list[str]] = []
 
     def pack(root: Path, manifest: Manifest, names: list[str]) -> bytes:
@@ -106,14 +106,14 @@ def packed(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
 
 
 def write(folder: Path, contents: dict[str, str] | None = None, /, **more: str) -> None:
-    """Write files; of those given as words ``pkg__b_py`` is pkg/b.py."""
+    """Write files; the keyword ``pkg__b_py`` stands for pkg/b.py."""
     named = {name.replace("__", "/").replace("_py", ".py"): text for name, text in more.items()}
     for name, text in {**(contents or {}), **named}.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(text)
 
 
-# ---- what goes
+# ---- files that are sent
 
 
 def test_changes_go_and_nothing_else(root: Path, node: FolderNode, packed: list[list[str]]) -> None:
@@ -140,7 +140,7 @@ def test_changes_go_and_nothing_else(root: Path, node: FolderNode, packed: list[
 
 
 def test_file_that_lost_its_end_with_the_power_comes_again(root: Path, node: FolderNode, tmp_path: Path) -> None:
-    """Its time is the one that it came with; what a rank makes of a file has its own."""
+    """The torn file has the modification time that was sent; a file that a rank has changed has a new one."""
     write(root, torn_py="x = 1", changed_py="y = 1")
     FolderSync(root).bring([node])
     torn, came = node.work / "torn.py", (node.work / "torn.py").stat().st_mtime_ns
@@ -264,7 +264,7 @@ def test_file_becomes_a_folder_and_back(root: Path, node: FolderNode) -> None:
     assert node.files() == {"a": "file"} and keeper.notices == []
 
 
-# ---- a kernel that was started anew, a node that was
+# ---- restarted kernels and nodes
 
 
 def test_kernel_started_anew_sends_nothing_again(root: Path, node: FolderNode, packed: list[list[str]]) -> None:
@@ -297,7 +297,7 @@ def test_node_that_says_that_all_is_there_is_not_asked(root: Path, node: FolderN
     write(root, a_py="a = 1")
     FolderSync(root).bring([node])
     node.reconnect()
-    keeper = FolderSync(root, takes_over=False)  # of a kernel that was started anew
+    keeper = FolderSync(root, takes_over=False)  # of a restarted kernel
     keeper.bring([node])
     write(node.work, a_py="what a rank made of it", result="of a rank")
     node.reconnect()
@@ -598,7 +598,7 @@ def test_compiled_code_is_not_removed_through_a_link(root: Path, node: FolderNod
 
 
 def test_link_in_the_place_of_the_notebook_s_folder_sends_nothing(root: Path, node: FolderNode, tmp_path: Path) -> None:
-    """Where a group can write the folder above, others can put it there: what is behind it was never meant."""
+    """Where a group can write the parent folder, others can plant the link; the user never meant to send its target."""
     write(root, a_py="a = 1")
     keeper = FolderSync(root)
     keeper.bring([node])
@@ -611,7 +611,7 @@ def test_link_in_the_place_of_the_notebook_s_folder_sends_nothing(root: Path, no
 
 
 def test_link_that_is_put_on_the_way_meanwhile_is_not_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where a group can write the work folder, others exchange a folder between look and removal."""
+    """Where a group can write the work folder, others can replace a folder between the check and the removal."""
     private, sub = tmp_path / "private", tmp_path / "work" / "sub"
     write(tmp_path, {f"{place}/{name}": "x" for place in ("private", "work/sub") for name in ("a.py", "b.txt")})
     sent = {}
@@ -635,7 +635,7 @@ def test_link_that_is_put_on_the_way_meanwhile_is_not_followed(tmp_path: Path, m
     assert not sent
 
 
-# ---- what ends early
+# ---- syncs that end early
 
 
 def test_full_disk_leaves_old_files_whole_and_the_rest_comes_later(
@@ -685,7 +685,7 @@ def test_node_that_fails_is_named_and_the_others_have_all(root: Path, node: Fold
 
 
 class Liar(FolderNode):
-    """Answers with lines of the test's own; what it was told is in ``told``."""
+    """A node that answers with lines of the test; ``told`` holds the bytes that it received."""
 
     def __init__(self, base: Path, *lines: dict[str, object]) -> None:
         super().__init__(base, "liar")
@@ -697,7 +697,7 @@ class Liar(FolderNode):
         ours, theirs = socket.socketpair()
 
         def run() -> None:
-            with contextlib.suppress(OSError):  # the notebook has hung up
+            with contextlib.suppress(OSError):  # the notebook has closed the connection
                 self.told = theirs.recv(1 << 16)
                 for line in self._lines:
                     theirs.sendall(json.dumps(line).encode() + b"\n")
@@ -736,7 +736,7 @@ def test_files_that_a_node_leaves_alone_are_of_those_that_were_sent(root: Path, 
 
 
 class Sloth(Liar):
-    """A node that does not come to an end, in one of many ways."""
+    """A node that never finishes, in one of several ways."""
 
     def __init__(self, base: Path, way: str) -> None:
         super().__init__(base)
@@ -800,7 +800,7 @@ def test_node_that_does_not_come_to_an_end_is_gone_on_without(root: Path, node: 
 
 @pytest.fixture
 def here(root: Path, monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The notebook's folder, which is the current one."""
+    """Make the notebook's folder the working directory; return it."""
     run = tmp_path_factory.mktemp("run")
     run.chmod(0o700)
     monkeypatch.setenv("DETRAIN_NB_RUNTIME_DIR", str(run))
@@ -851,7 +851,7 @@ def test_module_of_the_notebook_is_imported_on_the_ranks(
         again.detach()
     with Session.attach(session.name, nodes=ssh_nodes(testbed)) as again:
         with monkeypatch.context() as patch:
-            patch.delattr(BootstrappedNode, "run_files")  # they have said that all is there
+            patch.delattr(BootstrappedNode, "run_files")  # the nodes have reported that they have all files
             assert again.run_cell("open('new').read()").values == {0: "newer", 1: "newer"}
         write(here, later_py="x = 5")
         assert again.run_cell("import later; later.x, __import__('os').getcwd()").values == {
@@ -924,7 +924,7 @@ def data_nodes(tmp_path: Path) -> list[FolderNode]:
         (node.work / "data" / "in").mkdir(parents=True)
         for number in range(100):
             (node.work / "data" / "in" / f"{number}.bin").write_bytes(bytes([number]) * 1000)
-        for name in (b"w\tx", b"w\t\xff"):  # that could not travel
+        for name in (b"w\tx", b"w\t\xff"):  # names that could not be sent
             (node.work / "data" / "in" / os.fsdecode(name)).write_bytes(name[:5].ljust(5))
         (node.work / "data" / "large.bin").write_bytes(b"a" * (1 << 20) + b"b" * (1 << 20) + b"c" * (1 << 20))
     return nodes

@@ -1,4 +1,4 @@
-"""Nodes connect to each other once before anything is launched; a node may say anything of it."""
+"""The connection check between nodes before a launch; a node's report on it is not trusted."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _node(name: str) -> LocalTransport:
 
 
 class _Host(LocalTransport):
-    """A node elsewhere that answers as it likes."""
+    """A remote node with arbitrary answers."""
 
     is_this_machine = False
 
@@ -65,7 +65,7 @@ def test_nodes_that_reach_each_other_leave_nothing_listening() -> None:
     before = len(os.listdir("/proc/self/fd"))
     check_ways([_node("a"), _node("b"), _node("c")], _LOOPBACK)
     assert not _threads()
-    assert len(os.listdir("/proc/self/fd")) <= before  # fewer, where garbage of another test went meanwhile
+    assert len(os.listdir("/proc/self/fd")) <= before  # fewer if garbage of another test was collected
 
 
 def test_address_that_is_not_the_nodes_own_is_said() -> None:
@@ -94,7 +94,7 @@ def test_node_that_says_what_cannot_be_is_named(said: dict[str, dict[str, object
     with socket.create_server(("127.0.0.2", 0)) as stranger:
         stranger.settimeout(10)
         port = stranger.getsockname()[1]
-        within_s = 10.0 if said.get("reach", True) else 0.3  # who says nothing is waited for to the end
+        within_s = 10.0 if said.get("reach", True) else 0.3  # a silent node uses up the whole limit
         usual = {"meet": {"type": "listening", "port": port}, "reach": {"type": "reached", "faults": [""]}}
 
         def greet() -> None:
@@ -116,7 +116,7 @@ def test_node_that_says_what_cannot_be_is_named(said: dict[str, dict[str, object
 
 
 def test_nobody_listens_is_said_of_both_ends() -> None:
-    with socket.socket() as bound:  # and does not listen
+    with socket.socket() as bound:  # bound, but not listening
         bound.bind(("127.0.0.2", 0))
         said = {
             "meet": {"type": "listening", "port": bound.getsockname()[1]},
@@ -137,6 +137,6 @@ def test_address_beside_hosts() -> None:
 
 def test_host_does_not_choose_where_this_machine_listens() -> None:
     host, here = _Host(lambda order: {}), _node("here")
-    host.address, host.reached_from = "198.51.100.7", "127.0.0.1"  # what it says; our end of the connection to it
+    host.address, host.reached_from = "198.51.100.7", "127.0.0.1"  # its own claim; our end of the connection to it
     settle_here([host, here])
     assert (here.address, here.interface) == ("127.0.0.1", "lo")
