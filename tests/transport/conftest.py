@@ -1,4 +1,4 @@
-"""The same node once more, by each of the transports that there are: one contract for all of them."""
+"""One node reached through every transport, so that all of them share one suite of contract tests."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MakeTransport = Callable[[], Transport]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Whole sessions on this machine and over SSH are what most other tests are about: here beside the quick ones."""
+    """Mark whole sessions on this machine and over SSH as slow, because most other tests cover these, too."""
     for item in items:
         of = getattr(item, "callspec", None)
         way = of.params.get("make_transport") if of else None
@@ -29,7 +29,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if "test_job_is_" in item.name and way in (
             "local",
             "pipe",
-        ):  # tests/node/test_job_service.py is about the first
+        ):  # tests/node/test_job_service.py covers local jobs
             item.add_marker("slow")
 
 
@@ -37,9 +37,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def make_transport(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[MakeTransport]:
-    """Each call reaches the same node once more, as another notebook would."""
+    """Yield a function; each call reaches the same node again, as another notebook would."""
     made: list[Transport] = []
-    home = Path(tempfile.mkdtemp(prefix="p-"))  # short: the agent's socket is below it
+    home = Path(tempfile.mkdtemp(prefix="p-"))  # a short path, because the agent's socket is in it
     if request.param == "local":
         folder = tmp_path_factory.mktemp("run")
         folder.chmod(0o700)

@@ -1,7 +1,7 @@
-"""A transport over the standard input and output of a subprocess: what a new way to nodes has to bring, in one file.
+"""A transport over the standard input and output of a subprocess: all that a new transport must provide, in one file.
 
-It has what every way has where commands can be run, as over SSH: a connection that runs a command in a shell, and gives
-its input and output as a socket. All else, our code that travels, the agent, files, is deploy/bootstrapped_node.py.
+It provides what any transport needs that can run commands, as SSH can: a connection that runs a command in a shell and
+offers its input and output as a socket. deploy/bootstrapped_node.py does the rest: our code, the agent, and files.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _DRAIN_LIMIT_S = 1.0
 
 
 class PipeStream:
-    """A command in a shell, ``sock`` being its standard input and output."""
+    """A command in a shell; ``sock`` is connected to its standard input and output."""
 
     def __init__(self, command: str, *, home: Path) -> None:
         self.sock, inner = socket.socketpair()
@@ -56,11 +56,11 @@ class PipeStream:
         return status if status >= 0 else None
 
     def close(self) -> None:
-        """The command reads the end of its input."""
+        """Close the socket: the command reads the end of its input."""
         self.sock.close()
 
     def break_off(self) -> None:
-        """As when a connection breaks: whoever reads ``sock`` finds its end."""
+        """Kill the command, as a broken connection would: a reader of ``sock`` gets its end."""
         self._process.kill()
         self._watch.join(_END_LIMIT_S)
 
@@ -73,7 +73,7 @@ class PipeStream:
 
 
 class PipeConnection:
-    """Runs commands as a user of this machine who has another home."""
+    """A connection that runs commands on this machine with another home."""
 
     peer_address = local_address = "127.0.0.1"
 

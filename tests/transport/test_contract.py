@@ -1,4 +1,4 @@
-"""What every transport promises (transport/__init__.py), asked of each: conftest.py has them."""
+"""The contract of transports (transport/__init__.py), tested on each of those in conftest.py."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def closed_streams() -> Iterator[None]:
 
 @pytest.fixture
 def session(make_transport: MakeTransport) -> Iterator[str]:
-    """A name that no session has; if one was started, it is ended."""
+    """Yield an unused session name; a session that was started under it is ended."""
     name = f"contract-{uuid.uuid4().hex[:8]}"
     yield name
     transport = make_transport()
@@ -62,9 +62,9 @@ def session(make_transport: MakeTransport) -> Iterator[str]:
 
 
 class Notebook:
-    """The other end of the byte stream to an agent."""
+    """The notebook's end of the byte stream to an agent."""
 
-    opened: ClassVar[list[socket.socket]] = []  # they are closed when the test has ended
+    opened: ClassVar[list[socket.socket]] = []  # closed after the test
 
     def __init__(self, sock: socket.socket) -> None:
         self.sock = sock
@@ -77,7 +77,7 @@ class Notebook:
         self.sock.sendall(b"".join(to_frame(message).to_bytes() for message in messages))
 
     def receive(self, kind: type[Message]) -> Message:
-        """The next message, which is of this kind."""
+        """Return the next message of this kind; others are dropped."""
         while True:
             while self._arrived:
                 message = self._arrived.pop(0)
@@ -100,7 +100,7 @@ class Notebook:
 
 
 def test_nothing_that_is_asked_of_a_transport_is_missing(make_transport: MakeTransport) -> None:
-    """Nobody looks whether it is there."""
+    """Callers use these attributes without a check that they exist."""
     transport = make_transport()
     assert isinstance(transport, Transport)
     assert (transport.account, transport.contact, transport.cache) == (None, None, ""), "it was not reached"
@@ -120,8 +120,8 @@ def test_nobody_asks_a_transport_what_it_has() -> None:
 def test_job_is_prepared_launched_and_followed_to_its_end(
     make_transport: MakeTransport, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its ranks find our code there."""
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))  # of this machine
+    """The job's ranks find our code on the node."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))  # for jobs on this machine
     transport = make_transport()
     order = JobOrder(f"contract-20260102-030405-{uuid.uuid4().hex[:4]}", "contract", ("-c", _JOB))
     with open_job_talk(transport) as talk:
@@ -153,7 +153,7 @@ def test_files_go_there_and_back(make_transport: MakeTransport, tmp_path: Path) 
     assert get(transport, f"{there}/tree", tmp_path / "back").size_bytes == 2 << 20
     assert (tmp_path / "back" / "tree" / "inner" / "file").read_bytes() == b"x" * (2 << 20)
     assert check([transport], there).is_anywhere
-    shutil.rmtree(there, ignore_errors=True)  # where it is of this machine
+    shutil.rmtree(there, ignore_errors=True)  # exists here if the node is this machine
 
 
 def test_agent_that_was_started_answers(make_transport: MakeTransport, session: str) -> None:
@@ -196,7 +196,7 @@ def test_notebook_that_is_gone_holds_the_session_no_longer(make_transport: MakeT
     while True:
         second = Notebook(other.connect_agent(session))
         second.send(Attach(session, "another"))
-        with contextlib.suppress(AssertionError):  # refused as long as the first is not known to be gone
+        with contextlib.suppress(AssertionError):  # refused until the agent knows that the first one has gone
             assert isinstance(second.receive(Attached), Attached)
             break
         assert time.monotonic() < deadline, "the session is held by nobody"
@@ -205,7 +205,7 @@ def test_notebook_that_is_gone_holds_the_session_no_longer(make_transport: MakeT
 
 
 def test_stream_carries_what_is_large_unharmed(make_transport: MakeTransport, session: str) -> None:
-    """What a launch says of the session goes there with it, and comes back to who attaches later."""
+    """The info of a launch is sent to the agent, which returns it to a notebook that attaches later."""
     info = {"numbers": list(range(100_000)), "text": "\u00e9\n\0" * 1000}
     transport = make_transport()
     notebook = Notebook(transport.start_agent(session))
@@ -215,7 +215,7 @@ def test_stream_carries_what_is_large_unharmed(make_transport: MakeTransport, se
     notebook.wait_for_end()
     transport.leave()
     said = Notebook(make_transport().connect_agent(session)).attach(session).info
-    assert said.items() >= info.items()  # an agent adds what it can do
+    assert said.items() >= info.items()  # an agent adds its features
 
 
 def test_address_that_is_none_is_refused_and_the_agent_goes_on(make_transport: MakeTransport, session: str) -> None:
@@ -250,7 +250,7 @@ def test_session_that_was_ended_leaves_nothing(make_transport: MakeTransport, se
     transport.wait_for_end(limit_s=_END_LIMIT_S)
     with pytest.raises(SessionError, match=session):
         make_transport().connect_agent(session)
-    Notebook(make_transport().start_agent(session)).attach(session)  # the name is free
+    Notebook(make_transport().start_agent(session)).attach(session)  # the name is free again
 
 
 def test_what_is_known_once_it_was_reached(make_transport: MakeTransport, session: str) -> None:

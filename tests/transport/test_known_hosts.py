@@ -20,7 +20,7 @@ ED25519, ECDSA, RSA = "ssh-ed25519", "ecdsa-sha2-nistp256", "ssh-rsa"
 
 
 def make_blob(key_type: str, seed: str = "a") -> bytes:
-    """A public key as it travels: its type, and something."""
+    """Return a public key in SSH's wire format: its type, and arbitrary bytes."""
     rest = hashlib.sha256(seed.encode()).digest()
     return struct.pack(">I", len(key_type)) + key_type.encode() + struct.pack(">I", len(rest)) + rest
 
@@ -258,7 +258,7 @@ def test_file_that_cannot_be_read_is_an_error(tmp_path: Path) -> None:
 def test_user_s_file_that_others_can_write_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: str
 ) -> None:
-    """HOME may be that of another user, as after sudo -E: ssh does not go by it."""
+    """HOME may be another user's, as after sudo -E; ssh itself does not use HOME."""
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / ".ssh").mkdir()
     read(tmp_path / ".ssh", f"gpu1 {write_key(ED25519)}")
@@ -269,5 +269,5 @@ def test_user_s_file_that_others_can_write_is_refused(
         TransportError, match=r"others can write .*known_hosts \(mode 0\d+, uid \d+\), which lists trusted"
     ):
         KnownHosts.read([tmp_path / ".ssh" / "known_hosts"])
-    os.rename(tmp_path / ".ssh", tmp_path / "colleague's")  # one that the user names in the config is the user's choice
+    os.rename(tmp_path / ".ssh", tmp_path / "colleague's")  # a file named in the user's config is the user's choice
     KnownHosts.read([tmp_path / "colleague's" / "known_hosts"]).check("gpu1", 22, ED25519, make_blob(ED25519))

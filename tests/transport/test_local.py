@@ -1,4 +1,4 @@
-"""This machine as a node whose ranks use another Python: it is asked what it has, as that of a host is."""
+"""This machine as a node whose ranks use another Python, which is queried as a remote host's Python is."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Transports = Callable[[str], LocalTransport]
 
 @pytest.fixture
 def here_with(tmp_path: Path) -> Transports:
-    """Return a function that makes a Python of the lines of a shell script, and is this machine with it."""
+    """Return a function that turns a shell script into a node: this machine, with the script as its Python."""
 
     def make(script: str) -> LocalTransport:
         path = tmp_path / "python"
@@ -33,7 +33,7 @@ def here_with(tmp_path: Path) -> Transports:
 
 
 def _with_release(folder: Path, name: str, version: str) -> str:
-    """A Python that says of a library that it has another version."""
+    """Return the script of a Python that reports another version of a library."""
     known = folder / "other" / f"{name}-{version}.dist-info"
     known.mkdir(parents=True)
     (known / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")

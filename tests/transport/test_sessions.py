@@ -1,4 +1,4 @@
-"""A whole session by each of the transports (conftest.py): what its user does, and what is left of it."""
+"""A whole session through each transport (conftest.py): the user's actions, and the processes that are left."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _LIMIT_S = 20.0
 
 
 class Nodes:
-    """Starts and attaches to one session; its name is in the argv or the environment of all its processes."""
+    """A session to start and attach to; its name is in the argv or the environment of all its processes."""
 
     def __init__(self, make_transport: MakeTransport) -> None:
         self.name = f"contract-{uuid.uuid4().hex[:8]}"
@@ -41,13 +41,13 @@ class Nodes:
         return self._note(Session.attach(self.name, sync=False, **self._options()))
 
     def processes(self) -> dict[int, bytes]:
-        """The argv of each by its pid, as seen from here."""
+        """Return the argv of each process of the session by its pid, as seen from this machine."""
         found = {}
         for folder in Path("/proc").glob("[0-9]*"):
             try:
                 argv = (folder / "cmdline").read_bytes()
                 is_ours = self.name.encode() in argv + (folder / "environ").read_bytes()
-            except OSError:  # it has ended
+            except OSError:  # the process has exited
                 continue
             if is_ours and int(folder.name) != os.getpid():
                 found[int(folder.name)] = argv
@@ -80,7 +80,7 @@ def nodes(cold_starts: None, make_transport: MakeTransport) -> Iterator[Nodes]:
 
 
 class Shown(CellObserver):
-    """What a front end would show, as it comes."""
+    """The output that a front end would show, as it arrives."""
 
     def __init__(self, on_output: Callable[[str], object] = lambda text: None) -> None:
         self.text = ""
@@ -100,7 +100,7 @@ def test_cells_run_and_what_they_print_comes_while_they_run(nodes: Nodes, tmp_pa
     gate = f"contract-{uuid.uuid4().hex[:8]}"
 
     def answer(text: str) -> None:
-        """The cell ends when this has reached it: it was still running."""
+        """Send the file that ends the cell: the cell still runs while its output is shown."""
         if "waiting" in text and not sent.is_set():
             sent.set()
             threading.Thread(target=session.files.put, args=(tmp_path / gate,)).start()
@@ -163,12 +163,13 @@ def test_notebook_that_left_comes_back_and_is_shown_what_it_missed(nodes: Nodes)
     running.start()
     deadline = time.monotonic() + _LIMIT_S
     while not (cells := list(session.log.running_cells)) or not session.log.text(cells[0], 0):
-        assert time.monotonic() < deadline  # until it prints: one that was not sent yet would not run
+        assert time.monotonic() < deadline  # wait until the cell prints: it has then been sent
         time.sleep(0.01)
     session.detach()
     running.join(_LIMIT_S)
     seen = {rank: session.log.text(cells[0], rank) for rank in (0, 1)}
-    time.sleep(1.0)  # six lines, which nobody is shown; what comes behind an attach is not missed
+    # The cell prints some six lines while no notebook is attached: these are missed, those after the attach are not.
+    time.sleep(1.0)
     again = nodes.attach()
     while again.log.running_cells:
         assert time.monotonic() < deadline
@@ -177,7 +178,7 @@ def test_notebook_that_left_comes_back_and_is_shown_what_it_missed(nodes: Nodes)
     (cell,) = again.log.missed
     whole = "".join(f"{n}\n" for n in range(20))
     for rank, shown in seen.items():
-        missed = again.log.text(cell, rank)  # what was shown at once may have been acknowledged before it left
+        missed = again.log.text(cell, rank)  # output shown live may have been acknowledged before the detach
         assert whole.startswith(shown) and whole.endswith(missed), (shown, missed)
         assert len(shown) + len(missed) >= len(whole), (shown, missed)
 

@@ -1,4 +1,4 @@
-"""Against real sshds of this machine, each on a port of its own, and servers that misbehave on purpose."""
+"""SSH connections to real sshd processes on this machine, and to servers that misbehave on purpose."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ LIMIT_S = 15.0
 needs_sshd = pytest.mark.needs_debian("openssh-server")
 
 
-# What a test works with
+# Fixtures and helpers
 
 
 @contextlib.contextmanager
 def leaves_nothing() -> Iterator[None]:
-    """No socket and no thread stays of what is done meanwhile, nor at the other end of it."""
+    """Check that the block leaves no socket and no thread behind, at either end of a connection."""
     threads, sockets = set(threading.enumerate()), _list_sockets()
     yield
     deadline = time.monotonic() + 60
@@ -57,7 +57,7 @@ def leaves_nothing() -> Iterator[None]:
 
 @contextlib.contextmanager
 def fails(match: str | None = None) -> Iterator[pytest.ExceptionInfo[TransportError]]:
-    """It is a TransportError, and nothing stays open: seen before a fixture ends the server."""
+    """Check that the block raises TransportError and leaves nothing open, before a fixture ends the server."""
     with leaves_nothing(), pytest.raises(TransportError, match=match) as caught:
         yield caught
 
@@ -82,7 +82,7 @@ def _list_sockets() -> set[str]:
 
 @pytest.fixture(autouse=True)
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A home of the test's own, no agent, no key unlocked; returns its .ssh."""
+    """Set a home of the test, without an ssh-agent and without unlocked keys; return its .ssh."""
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.delenv("SSH_AUTH_SOCK", raising=False)
     monkeypatch.setattr(ssh_identities, "_UNLOCKED", ssh_identities._UnlockedKeys())
@@ -102,13 +102,13 @@ def public_half(path: Path) -> str:
 
 @pytest.fixture
 def key(home: Path) -> Path:
-    """The key that every sshd here takes."""
+    """Return the key that every sshd here accepts."""
     return make_key(home / "key")
 
 
 @dataclass
 class Server:
-    """Something that listens, as the configuration has it under a name."""
+    """A listening server, with its name in the SSH configuration."""
 
     name: str
     port: int
@@ -140,10 +140,10 @@ StartSshd = Callable[..., Sshd]
 
 @pytest.fixture
 def start_sshd(tmp_path: Path, home: Path, key: Path, needs_debian: Callable[..., None]) -> Iterator[StartSshd]:
-    """Return a function that starts an sshd with options of its own; the configuration has it as ``name``."""
+    """Yield a function that starts an sshd with extra options; ``name`` is its host in the SSH configuration."""
     needs_debian("openssh-server")
     if os.geteuid() == 0:
-        Path("/run/sshd").mkdir(mode=0o755, exist_ok=True)  # Debian's sshd wants it of root
+        Path("/run/sshd").mkdir(mode=0o755, exist_ok=True)  # Debian's sshd requires it if run by root
     started: list[Sshd] = []
 
     def start(*options: str, name: str = "node", host_key: Path | None = None) -> Sshd:
@@ -165,11 +165,11 @@ def start_sshd(tmp_path: Path, home: Path, key: Path, needs_debian: Callable[...
 
 
 def _start_sshd(folder: Path, options: tuple[str, ...], host_key: Path, home: Path) -> Sshd:
-    """Look for a free port by starting there; below those that the system gives to others."""
+    """Start an sshd on random ports until one is free; the range is below the system's ephemeral ports."""
     program = shutil.which("sshd") or "/usr/sbin/sshd"
     fixed = ["StrictModes no", "UsePAM no", "PidFile none", "LogLevel DEBUG1", f"HostKey {host_key}"]
     fixed += ["ListenAddress 127.0.0.1", f"AuthorizedKeysFile {folder}/authorized_keys", "UseDNS no"]
-    fixed += ["SetEnv SHLVL=2"]  # bash then reads no ~/.bashrc: what stands in the tester's own may wait, or print
+    fixed += ["SetEnv SHLVL=2"]  # bash then skips ~/.bashrc: the tester's may wait, or print
     if not any(option.startswith("Subsystem") for option in options):
         fixed.append("Subsystem sftp internal-sftp")
     options = tuple(option for option in options if option != "Subsystem none")
@@ -203,11 +203,11 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 @dataclass
 class Recorder(Server):
-    """paramiko as a server: takes nobody, and notes which keys were offered."""
+    """A paramiko server that records the offered keys and, unless ``takes`` is set, rejects every login."""
 
     offered: list[str] = field(default_factory=list)
     takes: bool = False
-    methods: str = "publickey"  # that it says it allows
+    methods: str = "publickey"  # the methods that it offers
     wants_more: bool = False
     answers: threading.Event = field(default_factory=threading.Event)
     transports: list[paramiko.Transport] = field(default_factory=list)
@@ -276,7 +276,7 @@ def connect(name: str = "node", **overrides: object) -> SshConnection:
 def run(connection: SshConnection, command: str, given: bytes = b"") -> bytes:
     stream = connection.open_stream(command)
     with contextlib.closing(stream):
-        if given:  # where the command has ended, even sending nothing fails
+        if given:  # after the command's exit, even sending nothing fails
             stream.sock.sendall(given)
         stream.sock.shutdown(socket.SHUT_WR)
         return read_all(stream.sock)
@@ -307,16 +307,16 @@ def test_command_reads_and_prints_and_ends_with_its_status(start_sshd: StartSshd
 
 
 def test_host_that_sends_more_than_it_may_is_left(recorder: Recorder, key: Path) -> None:
-    """Whoever reads is slow; what is kept here for it has an end."""
+    """The reader is slow, and the bytes buffered for it here are limited."""
     recorder.make_known()
     recorder.takes = True
     recorder.answers.set()
     connection = SshConnection.open(SshTarget("node", identity_file=str(key)))
     with connection, contextlib.closing(connection.open_stream("flood")) as stream:
         [channel] = recorder.transports[-1]._channels.values()
-        channel.out_window_size = 1 << 40  # it does not care
+        channel.out_window_size = 1 << 40  # it ignores the window size
         sent_bytes = 0
-        with contextlib.suppress(OSError, EOFError):  # it is closed
+        with contextlib.suppress(OSError, EOFError):  # the client closes the connection
             while sent_bytes < 1 << 28:
                 sent_bytes += channel.send(bytes(1 << 15))
         assert sent_bytes < 1 << 28
@@ -333,7 +333,7 @@ def test_bastion_that_sends_more_than_it_may_is_left(recorder: Recorder, key: Pa
             [channel] = recorder.transports[-1]._channels.values()
             channel.out_window_size = 1 << 40
             sent_bytes = 0
-            with contextlib.suppress(OSError, EOFError):  # it is closed
+            with contextlib.suppress(OSError, EOFError):  # the client closes the connection
                 while sent_bytes < 1 << 27:
                     sent_bytes += channel.send(bytes(1 << 15))
             wait_until(lambda: not connection.is_alive)
@@ -519,12 +519,12 @@ def test_sftp_that_falls_silent_ends_a_call(start_sshd: StartSshd, tmp_path: Pat
         files.ls("/")
 
 
-Answer = Callable[[int, bytes, int], Iterator[bytes]]  # to a request of that kind and number, and for so many bytes
+Answer = Callable[[int, bytes, int], Iterator[bytes]]  # to a request: its kind, its number, its number of bytes
 
 
 @pytest.fixture
 def serve_sftp(recorder: Recorder, key: Path) -> Iterator[Callable[[Answer], SshConnection]]:
-    """Return a function that connects to a host whose SFTP server answers as it is told."""
+    """Yield a function that connects to a host whose SFTP server replies with a given ``answer``."""
     recorder.make_known()
     recorder.takes = True
     recorder.answers.set()
@@ -534,7 +534,7 @@ def serve_sftp(recorder: Recorder, key: Path) -> Iterator[Callable[[Answer], Ssh
             wait_until(lambda: bool(recorder.transports[-1]._channels.values()))
             [channel] = recorder.transports[-1]._channels.values()
             channel.settimeout(LIMIT_S)
-            with contextlib.suppress(OSError, EOFError):  # it is left
+            with contextlib.suppress(OSError, EOFError):  # the client disconnects
                 while size := int.from_bytes(channel.recv(4), "big"):
                     request = channel.recv(size)
                     is_first = request[0] == sftp.CMD_INIT
@@ -563,7 +563,7 @@ def _reply(kind: int, *fields: int | bytes) -> bytes:
 
 
 def _serve_file(size: int, sent: Callable[[int], int]) -> Answer:
-    """A file of that size; where so much is asked for, ``sent`` says what comes."""
+    """Answer with a file of ``size`` bytes; ``sent`` maps the bytes requested to the bytes sent."""
 
     def answer(kind: int, number: bytes, asked: int) -> Iterator[bytes]:
         if kind == sftp.CMD_READ:
@@ -579,7 +579,7 @@ def _serve_file(size: int, sent: Callable[[int], int]) -> Answer:
 
 
 def _serve_folder(kind_of_reply: int, *fields: int | bytes) -> Answer:
-    """A folder; a look into it is answered with that."""
+    """Answer with a folder; a request to list it gets this reply."""
 
     def answer(kind: int, number: bytes, asked: int) -> Iterator[bytes]:
         if kind == sftp.CMD_OPENDIR:
@@ -631,7 +631,7 @@ def test_sftp_server_that_sends_more_than_it_was_asked_for_is_left(
 def test_sftp_server_that_sends_what_it_was_asked_for_is_believed(
     serve_sftp: Callable[[Answer], SshConnection], tmp_path: Path
 ) -> None:
-    """What it sends at once may be less than that."""
+    """One reply may have fewer bytes than were requested."""
     with contextlib.closing(
         serve_sftp(_serve_file(100_000, lambda asked: min(asked, 1000))).open_sftp_filesystem()
     ) as files:
@@ -640,7 +640,7 @@ def test_sftp_server_that_sends_what_it_was_asked_for_is_believed(
 
 
 def test_folder_with_names_without_end_is_an_error(serve_sftp: Callable[[Answer], SshConnection]) -> None:
-    name = (1).to_bytes(4, "big") + b"a" + bytes(8)  # the name, none as others show it, no attributes
+    name = (1).to_bytes(4, "big") + b"a" + bytes(8)  # file name, empty long name, no attributes
     connection = serve_sftp(_serve_folder(sftp.CMD_NAME, 10, name * 10))
     with pytest.raises(OSError, match="/folder has more than 100 names"):
         connection.open_sftp_filesystem(most_names=100).ls("/folder")
@@ -719,7 +719,7 @@ def test_node_that_does_not_answer_a_request_ends_within_the_limit(
     recorder.make_known()
     recorder.takes = True
     if says_yes:
-        recorder.answers.set()  # and then no word of SFTP
+        recorder.answers.set()  # but never speaks SFTP
     with SshConnection.open(SshTarget("node", identity_file=str(key))) as connection:
         connection.channel_limit_s = 1.0
         begin = connection.open_sftp_filesystem if what == "SFTP" else lambda: connection.open_stream("true")
@@ -798,7 +798,7 @@ def test_known_hosts_file_with_lines_that_stop_paramiko_is_read(start_sshd: Star
     connect().close()
 
 
-# Keys of ours
+# The client's keys
 
 
 @pytest.fixture
@@ -806,7 +806,7 @@ def agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, needs_debian: Callabl
     needs_debian("openssh-server")
     process = subprocess.Popen(["ssh-agent", "-D", "-a", tmp_path / "agent"], stdout=subprocess.PIPE)
     assert process.stdout is not None
-    process.stdout.readline()  # it listens
+    process.stdout.readline()  # the agent is listening
     monkeypatch.setenv("SSH_AUTH_SOCK", str(tmp_path / "agent"))
     yield
     process.kill()
@@ -815,7 +815,7 @@ def agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, needs_debian: Callabl
 
 
 def add_to_agent(path: Path, passphrase: str = "") -> None:
-    if passphrase:  # ssh-add wants a terminal to ask
+    if passphrase:  # ssh-add asks only on a terminal
         subprocess.run(["ssh-keygen", "-qpP", passphrase, "-N", "", "-f", path], check=True)
     subprocess.run(["ssh-add", "-q", path], check=True)
     if passphrase:
@@ -823,7 +823,7 @@ def add_to_agent(path: Path, passphrase: str = "") -> None:
 
 
 def refused(recorder: Recorder, target: SshTarget, ask: ssh.AskPassphrase | None = None) -> tuple[list[str], str]:
-    """Which keys were offered, and what was said in the end."""
+    """Connect without success; return the keys that were offered, and the text of the error."""
     recorder.offered.clear()
     with fails() as caught:
         SshConnection.open(target, ask_passphrase=ask, limit_s=LIMIT_S)
@@ -890,18 +890,18 @@ def test_agent_signs_and_its_keys_passphrase_is_not_asked(start_sshd: StartSshd,
     connect().close()
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # paramiko forgets its socket
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # paramiko leaks its socket
 def test_agent_that_is_gone_is_no_hindrance(start_sshd: StartSshd, monkeypatch: pytest.MonkeyPatch) -> None:
     start_sshd()
     monkeypatch.setenv("SSH_AUTH_SOCK", "/nowhere")
     connect().close()
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # paramiko forgets its socket
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # paramiko leaks its socket
 def test_agent_that_is_silent_is_no_hindrance(
     start_sshd: StartSshd, home: Path, key: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is forwarded, perhaps, from a machine that sleeps."""
+    """For example, the agent is forwarded from a machine that is asleep."""
     start_sshd()
     with socket.socket(socket.AF_UNIX) as listener, contextlib.ExitStack() as stack:
         listener.bind(str(tmp_path / "agent"))
@@ -917,7 +917,7 @@ def test_agent_that_is_silent_is_no_hindrance(
             connect()
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # paramiko forgets its socket
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # paramiko leaks its socket
 def test_agent_with_a_comment_that_is_no_text_is_no_hindrance(start_sshd: StartSshd, key: Path, agent: None) -> None:
     start_sshd()
     key.with_name("key.pub").write_bytes(public_half(key).encode() + b" caf\xe9\n")
@@ -1113,7 +1113,7 @@ def test_second_factor_is_said(start_sshd: StartSshd) -> None:
 
 @pytest.fixture
 def listen(home: Path) -> Iterator[Callable[[Callable[[socket.socket], None]], int]]:
-    """Return a function that serves every connection with another one, in a thread, and returns the port."""
+    """Yield a function that serves every connection in a thread with a given function, and returns the port."""
     listener = socket.create_server(("127.0.0.1", 0), backlog=64)
     threads: list[threading.Thread] = []
 
@@ -1183,8 +1183,9 @@ def test_listener_that_hangs_up_is_tried_again_until_the_limit(said: bytes, list
 def test_listener_that_hangs_up_is_not_tried_again_when_there_is_no_time_to_see_that(
     listen: Callable[..., int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It was said to speak no SSH, within 0 s."""
-    monkeypatch.setattr(ssh_opening.random, "uniform", lambda *_: 1.0)  # of the pauses, which double: 0.2 s at first
+    """Otherwise the error would be that it speaks no SSH within 0 s."""
+    # Pauses without jitter: they start at 0.2 s and double.
+    monkeypatch.setattr(ssh_opening.random, "uniform", lambda *_: 1.0)
     port = listen(lambda _: threading.Event().wait(0.2))
     with fails(match="hangs up at once"):
         SshConnection.open(SshTarget("127.0.0.1", port=port, user="me"), limit_s=2.15)
@@ -1207,7 +1208,7 @@ def test_listener_that_talks_nonsense_is_one_clean_error(
 
 
 def _packet(payload: bytes, *, announced: int = 0) -> bytes:
-    """As SSH has it before keys are agreed on."""
+    """Return an SSH packet as it is sent before the key exchange."""
     padding = 4 + -(len(payload) + 9) % 8
     size = announced or 1 + len(payload) + padding
     return size.to_bytes(4, "big") + bytes([padding]) + payload + bytes(padding)
@@ -1232,7 +1233,7 @@ _ENDLESS: dict[str, tuple[bytes, bytes, str]] = {
 
 @pytest.mark.parametrize("what", _ENDLESS)
 def test_listener_that_talks_without_end_is_left(what: str, listen: Callable[..., int]) -> None:
-    """Nothing of it is needed, and paramiko would keep all of it."""
+    """None of these bytes is needed, and paramiko would buffer all of them."""
     began, goes_on, complaint = _ENDLESS[what]
     sent: list[int] = []
 
@@ -1264,10 +1265,10 @@ def test_host_that_announces_a_packet_larger_than_it_may_send_is_left(recorder: 
 @pytest.mark.parametrize(
     ("kind", "said", "fault"),
     [
-        (7, b"\xff" * 4, "more extensions than it sends"),  # to which paramiko would count
+        (7, b"\xff" * 4, "more extensions than it sends"),  # paramiko would loop that often
         (7, b"\0\0\0\2" + bytes(8), "more extensions than it sends"),
         (31, bytes(40_000), "more than a key exchange needs"),
-        (200, b"", "invalid SSH data"),  # where paramiko has a KeyError
+        (200, b"", "invalid SSH data"),  # paramiko would raise KeyError
     ],
 )
 def test_host_that_costs_more_time_than_its_words_are_long_is_left(
@@ -1302,7 +1303,7 @@ def test_host_that_hangs_up_right_after_the_handshake_is_said(
 
 
 def resolve_as(*addresses: tuple[int, str, int]) -> Callable[..., list[tuple[int, int, int, str, tuple[str, int]]]]:
-    """What a resolver gives for a name with these addresses: family, address, port."""
+    """Return a resolver that finds these addresses for every name: family, address, port."""
     return lambda *_, **__: [(family, socket.SOCK_STREAM, 0, "", (host, port)) for family, host, port in addresses]
 
 
@@ -1327,12 +1328,12 @@ def test_refused_connection_says_so_at_once() -> None:
 
 @contextlib.contextmanager
 def silent_port() -> Iterator[int]:
-    """A port at which the system answers nothing."""
+    """Yield a port at which connection attempts get no answer."""
     with socket.socket() as listener, contextlib.ExitStack() as stack:
         listener.bind(("127.0.0.1", 0))
         listener.listen(0)
         port = listener.getsockname()[1]
-        for _ in range(4):  # no place is left for a fifth
+        for _ in range(4):  # the backlog has no place for a fifth
             waiting = stack.enter_context(socket.socket())
             waiting.setblocking(False)
             waiting.connect_ex(("127.0.0.1", port))
@@ -1374,7 +1375,7 @@ def test_stop_while_connecting_leaves_nothing(listen: Callable[..., int]) -> Non
     port = listen(wait_for_close)
     timer = threading.Timer(0.5, signal.pthread_kill, [threading.get_ident(), signal.SIGINT])
     with leaves_nothing(), pytest.raises(KeyboardInterrupt):
-        timer.start()  # not before: a stop that comes earlier would end all tests
+        timer.start()  # only now: an earlier SIGINT would end all tests
         SshConnection.open(SshTarget("127.0.0.1", port=port, user="me"))
 
 
@@ -1405,7 +1406,7 @@ def test_paramiko_is_not_imported_before_it_is_needed() -> None:
     assert subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True).stdout == "set()\n"
 
 
-# Many at a time
+# Many connections at once
 
 
 def test_sshd_that_drops_connections_is_asked_again(start_sshd: StartSshd) -> None:
@@ -1477,7 +1478,7 @@ def test_every_hop_is_closed_though_nothing_can_be_said_to_the_first(inner: Sshd
         connection = connect("inner")
         sessions = psutil.Process(bastion.process.pid).children(recursive=True)
         for session in sessions:
-            session.suspend()  # it does not answer: nothing here knows yet that the connection has gone
+            session.suspend()  # no answer: the client does not know yet that the connection is gone
         connection._hops[0].transport.sock.shutdown(socket.SHUT_WR)
         connection.close()
         for session in sessions:

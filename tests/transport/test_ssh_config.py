@@ -80,7 +80,7 @@ def test_what_people_write_is_read_as_ssh_reads_it(host: str, home: Path) -> Non
 @pytest.mark.needs_debian("openssh-server")
 @pytest.mark.parametrize("alias", ["", "HostKeyAlias rack"])
 def test_signs_in_paths_stand_for_what_ssh_puts_there(alias: str, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("LOGNAME", "USER", "LNAME", "USERNAME"):  # which ssh does not read
+    for name in ("LOGNAME", "USER", "LNAME", "USERNAME"):  # variables that ssh does not read
         monkeypatch.delenv(name, raising=False)
     signs = "%h_%p_%r_%n_%k_%L_%l_%i_%u_%%h"
     (home / "config").write_text(
@@ -100,7 +100,7 @@ def test_signs_in_paths_stand_for_what_ssh_puts_there(alias: str, home: Path, mo
 def test_sign_that_is_not_read_is_named(line: str, home: Path) -> None:
     with pytest.raises(SpecError, match=r"^the SSH configuration of a has a path with %C?, which is not supported: "):
         resolve(SshTarget("a"), line)
-    given = SshTarget("a", identity_file="~/%C")  # a path, in which no sign stands for more
+    given = SshTarget("a", identity_file="~/%C")  # a plain path, without % signs to expand
     assert resolve(given, "IdentityFile ~/%j").identity_files == (f"{home.parent}/%C",)
 
 
@@ -275,7 +275,7 @@ def test_no_text_at_all_raises_anything_but_ours(tmp_path_factory: pytest.TempPa
         pass
 
 
-# What is asked for
+# Targets
 
 
 def test_target_overrides_the_configuration() -> None:
@@ -440,7 +440,7 @@ def test_at_sign_is_for_users_only() -> None:
         SshTarget("me@a")
 
 
-# The hosts that it names
+# The hosts that are named
 
 
 def test_hosts_are_those_that_are_named_not_patterns(home: Path) -> None:
