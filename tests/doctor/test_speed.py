@@ -1,4 +1,4 @@
-"""How fast the ranks of hosts are: measured on real hosts, in what they say never believed, and ended in time."""
+"""The speed test of ranks: it runs on real hosts, does not trust their reports, and ends its processes in time."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from detrain_nb.spec.nodes_file import read_nodes, write_nodes
 from ..testbed.procfs import read_argvs
 from ..testbed.testbed import Testbed
 
-pytestmark = pytest.mark.slow  # each rank imports torch
+pytestmark = pytest.mark.slow  # because each rank imports torch
 
 LIMIT_S = 30.0
 
@@ -45,7 +45,7 @@ def _node(host: str, **fields: Any) -> Node:
 
 @pytest.fixture
 def make_python(testbed: Testbed) -> Iterator[Callable[[str], str]]:
-    """Return a function that makes a ``python`` of h0 from the lines of a shell script; it returns the path there."""
+    """Yield a function that writes a shell script as the ``python`` of h0, and returns its path on h0."""
     home = testbed.path_home("h0")
     before = set(home.iterdir())
 
@@ -159,7 +159,7 @@ def test_ranks_are_on_the_gpus_that_a_session_gives_them() -> None:
 
 @pytest.fixture
 def examine_liar(testbed: Testbed, make_python: Callable[[str], str]) -> Callable[..., Report]:
-    """Return a function that examines h0 beside others; of the speed of its two ranks h0 says what it is told to."""
+    """Return a function that examines h0 and other nodes; h0 sends a given text as the speed of its two ranks."""
 
     def examine_it(said: str, *others: Node) -> Report:
         (testbed.path_home("h0") / "said").write_text(speed_program.MAGIC.decode() + said)
@@ -233,7 +233,7 @@ def test_fastest_has_1_and_others_their_share_of_it() -> None:
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Callable[[int], subprocess.Popen[bytes]]]:
-    """Return a function that starts the program for two ranks whose ``import torch`` hangs, behind its magic line."""
+    """Yield a function that starts the program for two ranks whose ``import torch`` hangs, and reads the magic line."""
     (tmp_path / "torch").mkdir()
     hang = "import os, threading; open(f'{__path__[0]}/{os.getpid()}', 'w').close(); threading.Event().wait(90)"
     (tmp_path / "torch/__init__.py").write_text(hang)
