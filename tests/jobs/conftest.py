@@ -1,4 +1,4 @@
-"""Jobs on this machine, in a home of their own."""
+"""A home directory for the jobs of these tests, which run on this machine."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 
-@pytest.fixture(scope="module")  # what it sets is not for tests of other rooms, which may run next
+@pytest.fixture(scope="module")  # not "session": tests in other folders must not see these settings
 def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Where the jobs of these tests are, and what is known of them; a node has time to start Python to answer."""
+    """Yield the folder that holds the jobs and their record; a node gets 30 s to start Python and answer."""
     base = tmp_path_factory.mktemp("jobs")
     with pytest.MonkeyPatch.context() as patch:
         for name, folder in (

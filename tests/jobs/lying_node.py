@@ -1,4 +1,4 @@
-"""A node that says of its jobs whatever a test has it say, over a real byte stream."""
+"""A stand-in for a node: it answers orders over a real byte stream with whatever the test chooses."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ORDERS = (
 
 
 class LyingNode(LocalTransport):
-    """Answers each order as ``answers`` has it; hangs up at one that it has no answer to."""
+    """Answers each order with the function of that name in ``answers``; without one it closes the connection."""
 
     is_this_machine = False
 

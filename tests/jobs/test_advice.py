@@ -1,4 +1,4 @@
-"""What is said to do about a job that failed fits its cause."""
+"""The advice printed for a failed job fits the cause of the failure."""
 
 from __future__ import annotations
 

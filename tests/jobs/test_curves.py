@@ -1,4 +1,4 @@
-"""What a job has logged, as curves and for TensorBoard."""
+"""The metrics that a job has logged, as curves and as TensorBoard files."""
 
 from __future__ import annotations
 
@@ -95,14 +95,14 @@ def test_library_that_is_not_there_is_named(call: str, library: str, tmp_path: P
 
 
 def test_tensorboard_reads_what_is_written_for_it(tmp_path: Path) -> None:
-    """Where it is not installed, which it need not be, that is told."""
+    """TensorBoard is optional; without it, the error names the command that installs it."""
     if importlib.util.find_spec("tensorboard") is None:
         with pytest.raises(SpecError, match="tensorboard is not installed: pip install tensorboard"):
             write_tensorboard(tmp_path, METRICS)
         return
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    for _ in range(2):  # the second time in the place of the first
+    for _ in range(2):  # the second call replaces the files of the first
         files = write_tensorboard(tmp_path, METRICS)
         assert [file.parent.name for file in files] == ["rank-0", "rank-1"]
     events = EventAccumulator(str(tmp_path / "rank-1")).Reload()

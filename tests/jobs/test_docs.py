@@ -1,4 +1,4 @@
-"""What docs/jobs.md and the README say of jobs is so: their specs, their commands, the states, the fields."""
+"""docs/jobs.md and the README match the code: specs, commands, job states and spec fields."""
 
 from __future__ import annotations
 

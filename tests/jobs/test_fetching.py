@@ -1,4 +1,4 @@
-"""Where the files of several nodes go here."""
+"""Which path each file gets when the files of several nodes are fetched into one folder here."""
 
 from __future__ import annotations
 
@@ -80,7 +80,10 @@ def test_checkpoint_of_torch_comes_whole_and_nothing_else_that_is_hidden(tmp_pat
 def test_files_that_differ_in_case_alone_are_refused_where_they_would_be_one(
     is_ignored: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Before anything is written. Linux has no such file system that any machine could mount."""
+    """The check runs before anything is written.
+
+    ``ignores_case`` is replaced, because a test cannot mount a case-insensitive file system on every machine.
+    """
     monkeypatch.setattr(fetching, "ignores_case", lambda made: is_ignored and Path(made).is_dir())
     for paths in (["a/Model.pt", "a/model.pt"], ["Out/m.pt", "out/n.pt"]):
         refused = pytest.raises(SpecError, match=r"would be one file in .*/new, as its file system ignores case")

@@ -1,4 +1,4 @@
-"""A file that is followed loses nothing and says nothing twice, however its pieces come."""
+"""A file that is followed loses no line and repeats none, however its contents are split into pieces."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_bar_that_is_drawn_for_hours_is_one_line() -> None:
 
 @pytest.mark.timeout(30)
 def test_what_is_almost_a_bar_holds_up_nobody() -> None:
-    """No other thread has its turn while it is looked for: it took a second of each of these pieces."""
+    """The search for progress bars holds the GIL; without its limits, each of these pieces took a second."""
     data, file = b"\r" + b"[0000, " * 40 + b"x]" + b" " * (1 << 22) + b"\n", FollowedFile()
     for number in range(50):
         assert file.take_piece(number * len(data), data) == data

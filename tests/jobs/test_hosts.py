@@ -1,4 +1,4 @@
-"""A job on hosts over real SSH, and on this machine beside one: what comes of both, and what goes wrong on either."""
+"""Jobs on hosts over real SSH, some with this machine as a further node: their results, and failures on each side."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ dist.destroy_process_group()
 
 
 class StartJob:
-    """Submits jobs, which leave no process behind."""
+    """Submits jobs, and lists them so that the fixture can stop them."""
 
     def __init__(self) -> None:
         self.jobs: list[Job] = []
@@ -95,7 +95,7 @@ def start_job(home: Path) -> Iterator[StartJob]:
 
 
 def follow_until(job: Job, is_it: Callable[[LogLine], bool], *, count: int = 1) -> list[LogLine]:
-    """The lines of a job up to the one that is meant, which comes ``count`` times; the job goes on."""
+    """Return a job's lines up to the ``count``-th one for which ``is_it`` is true; the job keeps running."""
     lines: list[LogLine] = []
 
     def note(line: LogLine) -> None:
@@ -115,7 +115,7 @@ def is_ready(line: LogLine) -> bool:
 
 
 def kill(testbed: Testbed, host: str, part: str) -> None:
-    """SIGKILL to every process of a host with ``part`` in its command line."""
+    """Send SIGKILL to every process of detrain_nb on a host that has ``part`` as a word of its command line."""
     for pid, argv in processes_of_sessions(testbed, host).items():
         if part in argv:
             testbed.output(host, "kill", "-9", str(pid))
@@ -176,7 +176,7 @@ def test_killed_torchrun_ends_the_other_host_at_once_which_says_whose_it_was(
 def test_job_of_a_killed_host_is_restarted_from_its_checkpoint(
     testbed: Testbed, start_job: StartJob, tmp_path: Path
 ) -> None:
-    folder = "/tmp/of-the-job"  # each host has its own
+    folder = "/tmp/of-the-job"  # the folders are not shared: each host has its own at this path
     for host in ("h0", "h1"):
         testbed.output(host, "mkdir", "-p", folder)
     job = start_job(ssh_nodes(testbed), RESUME, "resumed", checkpoint={"url": folder, "resume": False})
@@ -215,7 +215,7 @@ def test_one_of_two_submits_at_once_is_refused_wherever_they_come_from(
     assert "twice" in str(refused)
     [job] = [each for each in outcomes if isinstance(each, Job)]
     spec = PipelineSpec.from_dict({"name": "twice", "source": {"script_text": WAIT}})
-    elsewhere = Record(tmp_path / "record.sqlite")  # of a notebook on another machine, which knows of no such job
+    elsewhere = Record(tmp_path / "record.sqlite")  # as of a notebook on another machine, which does not have this job
     with pytest.raises(DetrainError, match=rf"h[01]: a job named twice is already running on this node: {job.id}"):
         submit(spec, nodes=ssh_nodes(testbed), record=elsewhere)
     assert job.status().state == "running"
@@ -255,7 +255,7 @@ def test_packets_that_are_lost_for_a_while_lose_no_line(testbed: Testbed, start_
 
     def cut() -> None:
         testbed.cut("h1", "notebook")
-        time.sleep(8)  # longer than the job takes from now on: its end is learned afterwards
+        time.sleep(8)  # longer than the rest of the job takes, so its end is learned only after heal()
         testbed.heal("h1", "notebook")
 
     def note(line: LogLine) -> None:
@@ -279,13 +279,13 @@ def test_host_that_answers_nothing_is_listed_as_it_was_last_known(testbed: Testb
     job = start_job(ssh_nodes(testbed), WAIT, "silent")
     follow_until(job, is_ready, count=2)
     testbed.cut("h1", "notebook")
-    (row,) = [row for row in jobs(limit_s=3) if row.id == job.id]  # while nothing is heard of it
+    (row,) = [row for row in jobs(limit_s=3) if row.id == job.id]  # while h1 does not answer
     assert row.state == "running"
     testbed.heal("h1", "notebook")
     assert job.status().state == "running"
 
 
-# The others wait for h1 where it has not come to the meeting, or in training.
+# Without h1, the rank on h0 would wait in init_process_group (WHEN=meeting) or in an all_reduce (WHEN=training).
 LEFT_ALONE = """
 import os, time, torch, torch.distributed as dist
 from detrain_nb import job_spec
@@ -304,7 +304,7 @@ dist.destroy_process_group()
 
 @pytest.fixture
 def alone(start_job: StartJob, testbed: Testbed, request: pytest.FixtureRequest) -> Job:
-    """A job that goes on without h1, when h1 is waited for."""
+    """Return a job that can continue without h1, once its ranks have started to meet or to train."""
     when = request.param
     rendezvous = {"min_nodes": 1, "max_restarts": 1, "silence_s": 3, "timeout_s": 60}
     given = {"env": {"WHEN": when}, "training": {"batch_size": 8}, "rendezvous": rendezvous}

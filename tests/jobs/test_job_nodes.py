@@ -1,4 +1,4 @@
-"""Jobs on two nodes, each in a home of its own on this machine, reached as over SSH; and what a node can get wrong."""
+"""Jobs on two nodes, each with its own home on this machine and reached as over SSH; and a node that cannot prepare."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def nodes(home: Path) -> Iterator[list[PipeTransport]]:
 
 
 def is_removed(folder: Path) -> bool:
-    """What ends there may still make and remove files."""
+    """Remove a folder and return whether it is gone; processes that are exiting may still create files in it."""
     shutil.rmtree(folder, ignore_errors=True)
     return not folder.exists()
 

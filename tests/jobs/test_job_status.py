@@ -1,4 +1,4 @@
-"""One state of a job is made of what its nodes say."""
+"""The state of a job, as derived from the reports of its nodes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Real jobs of two ranks on this machine: submitted, followed, stopped, and what they made fetched."""
+"""Real jobs of two ranks on this machine: submitted, followed, stopped and restarted, and their files fetched."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def spec_of(script: str, **fields: object) -> PipelineSpec:
 
 @pytest.fixture(scope="module")
 def done(home: Path) -> tuple[Job, JobStatus, list[LogLine]]:
-    """A job that has succeeded, and what was seen of it while it ran."""
+    """Return a job that has succeeded, its status, and the lines that it printed."""
     lines: list[LogLine] = []
     spec = spec_of(TRAIN, secrets=["A_SECRET"], training={"epochs": 2})
     job = submit(spec, secrets={"A_SECRET": "hunter2"})
@@ -301,7 +301,7 @@ submit(PipelineSpec.from_dict({{"name": "killed-{moment}", "source": {{"script_t
 """
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, check=False)
     assert ended.returncode == -signal.SIGKILL, ended
-    with pytest.raises(DetrainError, match=r"hung up|broke"):  # not that one of its name is at it
+    with pytest.raises(DetrainError, match=r"hung up|broke"):  # not because a job of this name is already running
         submit(spec_of("pass", name=f"killed-{moment}"), nodes=[LyingNode({})])
     row = [row for row in jobs(limit_s=30).rows if row.name == f"killed-{moment}"][-1]
     _wait_until(lambda: not list((home / "state/detrain_nb/jobs").glob(f"killed-{moment}-*/*")))
@@ -314,7 +314,7 @@ def test_interrupt_before_the_launch_says_that_nothing_was_started_and_leaves_no
     def interrupt(text: str) -> None:
         if text.startswith(moment):
             os.kill(os.getpid(), signal.SIGINT)
-            time.sleep(10)  # it is interrupted here
+            time.sleep(10)  # SIGINT interrupts this sleep
 
     with pytest.raises(KeyboardInterrupt, match="nothing was started"):
         submit(spec_of("pass", name="interrupted"), on_progress=interrupt)

@@ -1,4 +1,4 @@
-"""Curves of a job that is watched: bounded, whatever is logged, and as it was logged where that is little."""
+"""Curves of a job that is watched: their memory is bounded, and a short series keeps every value that was logged."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Nothing that a node says of a job writes elsewhere, takes memory without end, or passes for a success."""
+"""A node that lies about a job cannot write outside the folder, exhaust memory or pass a failure off as a success."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def sending(data: bytes = DATA, *, at_most: int = 1 << 30) -> Answer:
         talk.say("file", size=len(rest))
         talk.send(rest[:at_most])
         if len(rest) > at_most:
-            raise EOFError  # it hangs up
+            raise EOFError  # the node closes the connection
 
     return answer
 
@@ -166,7 +166,7 @@ def test_folder_of_another_user_among_everybodys_is_not_taken(to: str, tmp_path:
 
 
 def test_link_that_comes_after_the_look_is_not_followed(tmp_path: Path) -> None:
-    """As a process of others can put one there, in a folder that a group can write: at any moment of the fetch."""
+    """In a folder that a group can write to, another process can create such a link at any moment of the fetch."""
     (tmp_path / "out").mkdir()
     place = tmp_path / "in/sub"
 
@@ -194,7 +194,7 @@ def test_part_that_is_another_file_of_the_user_is_left_alone(tmp_path: Path) -> 
 
 
 def test_two_fetches_into_one_folder_do_not_write_into_each_others_files(tmp_path: Path) -> None:
-    """The second one's node lies about what it sends, while the first one's is at the same file."""
+    """The node of the second fetch sends wrong bytes while the first fetch is still writing the same file."""
     is_begun, is_over = threading.Event(), threading.Event()
 
     def slow(talk: Talk, order: dict[str, Any]) -> None:
@@ -351,7 +351,7 @@ def test_lie_ends_the_following(lie: dict[str, Any]) -> None:
     lines, outcome = follow(node)
     assert lines == []
     assert isinstance(outcome, WireError)
-    assert len(node.heard) == 1  # it is not asked again
+    assert len(node.heard) == 1  # the node is not queried again
 
 
 def _rest(lie: dict[str, Any]) -> dict[str, Any]:
@@ -359,7 +359,7 @@ def _rest(lie: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_tail_is_that_of_the_first_link(tmp_path: Path) -> None:
-    """What came while a link was broken is no part of it, and comes whole."""
+    """``tail`` applies to the first connection only: what was printed while the link was broken is shown in full."""
 
     def begin(talk: Talk, order: dict[str, Any]) -> None:
         talk.say("data", name="rank-0.log", offset=100, size=0)
@@ -395,7 +395,7 @@ def test_link_that_breaks_loses_no_line_and_says_none_twice() -> None:
     def answer(talk: Talk, order: dict[str, Any]) -> None:
         at = order["offsets"].get("rank-0.log", 0)
         end = next(cuts, None)
-        piece = text[max(0, at - 7) : end]  # some of it comes again
+        piece = text[max(0, at - 7) : end]  # the node sends up to 7 bytes again
         talk.say("data", name="rank-0.log", offset=max(0, at - 7), size=len(piece))
         talk.send(piece)
         if end is not None:
@@ -410,8 +410,8 @@ def test_link_that_breaks_loses_no_line_and_says_none_twice() -> None:
 
 
 def test_link_of_a_quiet_job_that_breaks_after_hours_is_made_again() -> None:
-    """A laptop that has slept: the job has printed nothing for longer than a node that is gone is tried again."""
-    links = iter([0.5, None])  # the first one lasts longer than all patience that `follow` has
+    """As when a laptop has slept: the link breaks after a silence that is longer than ``lost_after_s``."""
+    links = iter([0.5, None])  # the first link lasts longer than `follow` tries to reconnect
 
     def answer(talk: Talk, order: dict[str, Any]) -> None:
         lasts_s = next(links)
@@ -561,7 +561,7 @@ def test_logs_that_nobody_wants_take_no_memory(tmp_path: Path) -> None:
     tracemalloc.start()
     try:
         follower.run(60)
-        assert tracemalloc.get_traced_memory()[1] < 20_000_000  # of 60 that came
+        assert tracemalloc.get_traced_memory()[1] < 20_000_000  # the node sent 60 MB
     finally:
         tracemalloc.stop()
 

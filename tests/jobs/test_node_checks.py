@@ -1,4 +1,4 @@
-"""A spec is checked against its nodes as they are now, and nothing is started there."""
+"""A spec is checked against the current state of its nodes, and nothing is started on them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a dry run shows of a spec that somebody else has written."""
+"""What a dry run shows of a spec that somebody else has written: all of it, and no line or escape code of its own."""
 
 from __future__ import annotations
 

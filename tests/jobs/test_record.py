@@ -1,4 +1,4 @@
-"""The record of jobs: it survives who writes it, is shared by several, and is this user's alone."""
+"""The record of jobs: it survives a killed writer, several processes share it, and only its user can access it."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ def start_writer(file: Path, name: str, count: int) -> subprocess.Popen[str]:
 
 
 def test_two_notebooks_and_a_shell_write_at_once(file: Path) -> None:
-    """The file is not there yet: they also make it at once."""
+    """The file does not exist yet, so the three processes also create it at the same time."""
     writers = [start_writer(file, name, 15) for name in "abc"]
     try:
         said = [writer.communicate(timeout=LIMIT_S)[0].split() for writer in writers]
@@ -190,7 +190,7 @@ def test_who_holds_it_too_long_is_told(file: Path, record: Record) -> None:
 
 
 def test_list_of_ten_thousand_reads_no_spec_and_no_more_than_it_shows(file: Path, record: Record) -> None:
-    """A list is made of the index by time: how long that takes, benchmarks/jobs.py says."""
+    """The listing uses the index by time; benchmarks/jobs.py measures how long it takes."""
     add(record, "first", spec=json.dumps({"script_text": "x" * 2000}))
     with closing(sqlite3.connect(file)) as db, db:
         db.execute(
@@ -334,7 +334,7 @@ def test_record_is_where_the_state_of_programs_is(tmp_path: Path, monkeypatch: p
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     add(Record(), "a")
     assert [path.name for path in (tmp_path / "detrain_nb").iterdir()] == ["jobs.sqlite"]
-    monkeypatch.setenv("XDG_STATE_HOME", "relative")  # the standard has it passed over
+    monkeypatch.setenv("XDG_STATE_HOME", "relative")  # the XDG standard ignores relative paths
     monkeypatch.setenv("HOME", str(tmp_path))
     assert Record().summaries() == []
     assert (tmp_path / ".local/state/detrain_nb/jobs.sqlite").exists()

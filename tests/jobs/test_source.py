@@ -1,4 +1,4 @@
-"""From a spec to the files in front of the ranks: every kind of source, planned here and laid out by a node's code."""
+"""Every kind of source, from the spec to the ranks' files: planned on this machine, laid out by the node's code."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ KEY = "AKIA-secret-of-a-test"
 
 @pytest.fixture(autouse=True)
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A home without anything; our cache is in it."""
+    """Return an empty folder that is HOME for the test; this machine's cache is inside it."""
     home = tmp_path / "home"
     home.mkdir()
     monkeypatch.setenv("HOME", str(home))
@@ -42,7 +42,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def node(tmp_path: Path) -> Path:
-    """The cache of a node."""
+    """Return the folder of a node's cache."""
     return tmp_path / "node"
 
 
@@ -51,7 +51,7 @@ def plan(**source: Any) -> ShippedSource:
 
 
 def arrive(source: ShippedSource, cache: Path, *, at: str = "source", **options: Any) -> dict[str, bytes]:
-    """Ship and lay out; return the files."""
+    """Ship a source to a node, lay it out, and return its files."""
     with source_talk(cache) as talk:
         found = ship(talk, source, **options)
     target = cache.parent / at
@@ -66,7 +66,7 @@ def write(folder: Path, files: dict[str, str]) -> Path:
     return folder
 
 
-# ---- what runs, and what travels
+# ---- what runs, and what is sent to the nodes
 
 
 def test_script_travels_alone(tmp_path: Path, node: Path) -> None:
@@ -250,7 +250,7 @@ def test_folder_at_a_url(node: Path) -> None:
 
 
 class Pages(BaseHTTPRequestHandler):
-    """A folder at http, one file of which is wherever its server's ``leads_to`` says; below it, folders without end."""
+    """A folder served by HTTP; data.py redirects to the server's ``leads_to``, and /endless has endless subfolders."""
 
     def do_GET(self) -> None:
         leads_to, names = self.server.leads_to, ["train.py", "data.py"]  # type: ignore[attr-defined]
@@ -322,7 +322,7 @@ def test_large_source_tells_how_far_it_is(tmp_path: Path, node: Path, by_store: 
     assert set(told) == {(0, 0, 0)}
 
 
-# ---- a node that says what is not so
+# ---- a node that lies
 
 
 @pytest.mark.parametrize("indices", [None, [2], [0, 0], [-1], ["0"], [0, 1, 0, 1], [True], 7])
@@ -391,7 +391,7 @@ def test_repository_is_cloned_there_or_sent_from_here(
         with pytest.raises(
             Untrue, match=f"main is commit .* on this node, but {first[:12]} on a: submit again if the branch"
         ):
-            arrive(cloned, node.with_name("second node"), node="b")  # one of them lies, or the branch has gone on
+            arrive(cloned, node.with_name("second node"), node="b")  # one of the nodes lies, or the branch has moved on
         pinned = plan(git={**where, "ref": first.upper()}, entry="train.py")
         assert pinned.commit == first and arrive(pinned, node.with_name("third node"), at="third") == there
         assert plan(git={**where, "how": "bundle", "folder": "sub"}, entry="main.py").files[0].size == 8
@@ -431,9 +431,9 @@ def test_repository_is_sent_from_here_to_all_where_a_node_does_not_reach_its_hos
         assert source.unreached == "b: git is not installed"
         asked = len(host.asked)
         with source_talk(node) as talk:
-            assert ship(talk, source, node="c") == "" and len(host.asked) == asked  # it is not to fetch it either
+            assert ship(talk, source, node="c") == "" and len(host.asked) == asked  # node c is not asked to fetch it
         sent = fetch_here(source, {})
-    assert sent.commit == second and sent.program == source.program  # whatever the first node has said
+    assert sent.commit == second and sent.program == source.program  # whichever commit the first node reported
     assert arrive(sent, node.with_name("second")) == {"train.py": b"print(2)"}
 
 
@@ -475,7 +475,7 @@ def test_links_of_a_repository_do_not_multiply_what_is_sent(tmp_path: Path, home
         plan(git={"url": str(work), "how": "bundle"}, entry="train.py")
 
 
-# ---- a store between
+# ---- a store between this machine and the nodes
 
 
 def test_files_go_through_a_folder_that_all_can_read(tmp_path: Path, node: Path) -> None:
@@ -486,14 +486,14 @@ def test_files_go_through_a_folder_that_all_can_read(tmp_path: Path, node: Path)
     assert sorted(os.listdir(store)) == sorted(file.sha256 for file in source.files)
     second = node.with_name("second")
     for path in store.iterdir():
-        path.write_bytes(b"x" * path.stat().st_size)  # what others have made of it is not run
+        path.write_bytes(b"x" * path.stat().st_size)  # a file that others have changed in the store is not run
     with source_talk(second) as talk, pytest.raises(FilesError, match="does not match its SHA-256: remove it"):
         ship(talk, source, storage=f"file://{store}")
 
 
 @pytest.fixture
 def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """One of moto's S3, on loopback."""
+    """Yield the URL of a folder in an S3 bucket, which moto serves on loopback."""
     import s3fs
     from moto.server import ThreadedMotoServer
 
@@ -528,7 +528,7 @@ def test_files_go_through_s3(bucket: str, tmp_path: Path, node: Path, monkeypatc
 
 
 class _Store(BaseHTTPRequestHandler):
-    """Says that it has every file; what it gives is another one, or none."""
+    """A store that claims to have every file; it returns a different file, or 404."""
 
     def do_HEAD(self) -> None:
         self._answer(200)
@@ -543,7 +543,7 @@ class _Store(BaseHTTPRequestHandler):
         self.end_headers()
 
     def log_message(self, *_: object) -> None:
-        """Nothing."""
+        """Print nothing: the tests do not need a log of the requests."""
 
 
 @pytest.mark.parametrize("path", ["there", "gone"])

@@ -1,4 +1,4 @@
-"""Jobs of this machine whose source is a repository that wants a token, or a folder that goes through a store."""
+"""Jobs on this machine whose source is a repository that needs a token, or a folder that is sent through a store."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PROGRAM = {
     "train.py": "import os, beside\nprint('rank', os.environ['RANK'], beside.word, 'TOKEN' in os.environ)\n",
     "beside.py": "word = 'größe'\n",
 }
-# Which of the variables a rank has, and the runner above it.
+# Prints which of these variables a rank has in its environment, and which the runner above the rank has.
 SEES = """
 import json, os, pathlib
 names = ["A_SECRET", "GIT_TOKEN", "OF_NODE", "PLAIN"]

@@ -1,4 +1,4 @@
-"""Jobs on hosts over real SSH: links that break, a host whose job is killed and resumed, a laptop that goes away."""
+"""Jobs on hosts over real SSH: broken links, a host that reboots and the restarted job, a host that does not answer."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def spec_of(name: str, *, steps: int) -> PipelineSpec:
 
 @pytest.fixture
 def job_of(testbed: Testbed, home: Path) -> Iterator[StartJob]:
-    """Submits a job to two hosts; it leaves no process there."""
+    """Yield a function that submits a job to two hosts; its jobs are stopped after the test."""
     jobs: list[Job] = []
 
     def start(name: str, steps: int) -> Job:
@@ -97,7 +97,7 @@ def test_job_of_a_killed_host_is_restarted_and_goes_on(job_of: StartJob, testbed
     reached = threading.Event()
 
     def note(line: LogLine) -> None:
-        if line.text.startswith("step 51 "):  # of one host: so far the other has kept step 50
+        if line.text.startswith("step 51 "):  # from one host; the other one may so far have saved no more than step 50
             reached.set()
             raise KeyboardInterrupt
 

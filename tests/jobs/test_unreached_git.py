@@ -1,4 +1,4 @@
-"""A repository whose git host only this machine reaches: hosts over real SSH get its commit from here."""
+"""A repository on a git host that only this machine can reach: hosts over real SSH get its commit from this machine."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PROGRAM = "import os\nprint('first', os.path.exists('.git'), flush=True)\n"
 
 @pytest.fixture
 def host(tmp_path: Path) -> Iterator[GitHost]:
-    """On the loopback of this machine, which no host of the testbed reaches."""
+    """Yield a git host on this machine's loopback, which no host of the testbed can reach."""
     with git_host(tmp_path / "host", token=TOKEN) as running:
         yield running
 

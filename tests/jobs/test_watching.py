@@ -1,4 +1,4 @@
-"""A real job of two ranks that is watched: who listens is told what changes, and nothing runs on when nobody does."""
+"""A real job of two ranks that is watched: listeners hear of each change, and without listeners no thread runs."""
 
 from __future__ import annotations
 
@@ -53,14 +53,14 @@ for number in range(1000):
 
 
 def give(orders: Path, number: int, order: str = "") -> None:
-    """Have the ranks do the next ten steps; they look all the time, and see no order half-written."""
+    """Have the ranks do the next ten steps; the rename keeps them from reading a half-written order."""
     draft = orders / "draft"
     draft.write_text(order)
     draft.rename(orders / str(number))
 
 
 class Heard:
-    """All news of a job, as a listener of it hears them."""
+    """A listener that keeps all news of a job."""
 
     def __init__(self) -> None:
         self.lines: list[tuple[str, str]] = []
@@ -91,7 +91,7 @@ class Heard:
             return self.news
 
 
-_left: set[threading.Thread] = set()  # of tests before that failed
+_left: set[threading.Thread] = set()  # threads that earlier, failed tests left running
 
 
 def watchers() -> list[threading.Thread]:
@@ -101,13 +101,13 @@ def watchers() -> list[threading.Thread]:
 
 @pytest.fixture(autouse=True)
 def others_threads() -> None:
-    """Those of a test that failed are not looked for in the next one."""
+    """Note the threads that a failed test left running, so that the next test does not count them as its own."""
     _left.update(watchers())
 
 
 @pytest.fixture
 def steps(home: Path) -> Iterator[None]:
-    """Jobs that go step by step are over after the test: those of the next one have their name."""
+    """Stop the jobs named "steps" after a test: the next test uses the same name."""
     yield
     for row in Record().summaries(name="steps"):
         if row.state not in OVER:
@@ -241,11 +241,11 @@ def test_of_a_long_log_the_last_lines_come_and_more_is_asked_for(home: Path) -> 
     assert looks < 20
 
 
-# ---- nodes that do not answer, or say what no node should
+# ---- nodes that do not answer, or report what no node should
 
 
 def answers(state: str, **more: object) -> dict[str, Answer]:
-    """Of a node that is looked at: how its part is, and nothing else."""
+    """Return the answers of a node whose part of the job is in ``state``, with no logs, metrics or files."""
 
     def look(talk: Talk, order: dict[str, object]) -> None:
         job = {"id": order["id"], "node_rank": order["node_rank"], "state": state, "ranks": [order["node_rank"]]}
@@ -281,7 +281,7 @@ def test_node_out_of_reach_is_told_with_its_time_and_the_others_go_on() -> None:
 
 
 def test_who_comes_while_the_last_one_goes_is_told_that_the_watch_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It would hear nothing: the threads end."""
+    """The threads of the watch are about to exit, so a listener that is added now would never be called."""
     watched = watch(LyingNode(answers("running"), name="gpu1"))
     stop, end, late = watched.add(Heard()), watched._end, list[object]()
 
@@ -440,7 +440,7 @@ def test_line_that_has_not_ended_is_told_as_it_is_drawn_last() -> None:
 
 
 def test_of_many_short_lines_the_last_come_and_of_what_is_logged_the_bytes() -> None:
-    """Both take a hundred times as much in memory as they had on the way."""
+    """Split into lines or parsed, both would take a hundred times as much memory as on the wire."""
     line = b'{"step":1,"rank":0}\n'
     number = LOOK_METRICS_BYTES // len(line)
 
@@ -465,7 +465,7 @@ def test_of_many_short_lines_the_last_come_and_of_what_is_logged_the_bytes() -> 
 
 @pytest.mark.timeout(LIMIT_S)
 def test_node_is_not_asked_again_before_those_who_listen_have_heard(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What it said would wait in memory, more and more of it."""
+    """Otherwise the node's answers would pile up in memory."""
     monkeypatch.setattr(watching, "_SHORTEST_GAP_S", 0.01)
     is_asked_much, early, num_looks = threading.Event(), list[bool](), 0
 
@@ -508,7 +508,7 @@ def test_lines_of_ranks_that_the_job_has_not_are_not_taken() -> None:
 
 
 def job_on(node: LyingNode) -> Job:
-    """A job that no record knows, which is enough to ask its node."""
+    """Return a job that is in no record, which is enough to query its node."""
     job = object.__new__(Job)
     job.__dict__.update(id="lies", name="lies", _reached=[node], _nodes=())
     return job
