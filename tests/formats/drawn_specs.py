@@ -1,4 +1,4 @@
-"""What hypothesis makes up of a spec: all that a script reads, axes that fit the ranks, and what nodes have."""
+"""Hypothesis strategies for specs: the sections that a script reads, axes that fit the ranks, fields of nodes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ RATES = st.floats(min_value=0, exclude_min=True, allow_infinity=False)
 
 
 def draw_job(draw: Draw, *, ranks: int, checkpoints: tuple[str, ...] = ("s3://bucket/a", "kept/b c")) -> dict[str, Any]:
-    """Draw the sections that a script reads; the axes have so many ``ranks``."""
+    """Draw the sections that a script reads, for a world size of ``ranks``."""
 
     def maybe(strategy: st.SearchStrategy[Any]) -> Any:
         return draw(st.none() | strategy)
@@ -59,7 +59,7 @@ def draw_job(draw: Draw, *, ranks: int, checkpoints: tuple[str, ...] = ("s3://bu
 
 
 def draw_axes(draw: Draw, ranks: int, *, most_stages: int = 4) -> dict[str, Any]:
-    """Draw the section parallelism, whose axes have so many ``ranks``."""
+    """Draw the section parallelism, for a world size of ``ranks``."""
     pp = draw(st.sampled_from([size for size in range(1, most_stages + 1) if ranks % size == 0]))
     tp = draw(st.sampled_from([size for size in (1, 2, 4) if ranks // pp % size == 0]))
     left = ranks // pp // tp
@@ -85,7 +85,7 @@ def draw_axes(draw: Draw, ranks: int, *, most_stages: int = 4) -> dict[str, Any]
 
 
 def draw_training(draw: Draw) -> dict[str, Any]:
-    """Draw that section, without a batch."""
+    """Draw the section training, without a batch size."""
     steps = draw(_SIZES)
     return {
         **draw(st.sampled_from([{}, {"epochs": steps}, {"steps": steps}])),
@@ -103,7 +103,7 @@ def draw_training(draw: Draw) -> dict[str, Any]:
 
 
 def draw_node(draw: Draw) -> dict[str, Any]:
-    """Draw what a node has beside its ranks."""
+    """Draw a node's Python, folder, setup lines and variables."""
     return {
         "python": draw(st.sampled_from(PYTHONS)),
         "workdir": draw(st.sampled_from([None, "/data/a b", "/data", "~", "~/x y", "~bob/z"])),

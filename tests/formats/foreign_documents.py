@@ -1,4 +1,4 @@
-"""Documents of other tools, in our own words: what each has, not what anybody has published."""
+"""Documents in the formats of other tools: written for the tests with each format's fields, not copied."""
 
 from __future__ import annotations
 
@@ -372,7 +372,7 @@ MEGATRON: dict[str, Any] = {
     "num_processes": 8,
 }
 
-# By the name of the file, whose suffix says how it is written.
+# By file name; the suffix gives the format.
 DOCUMENTS: dict[str, dict[str, Any]] = {
     "record.json": RECORD,
     "state.json": TENSOR_STATE,

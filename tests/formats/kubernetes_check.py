@@ -1,4 +1,4 @@
-"""Whether an API server with Kubeflow's operators would take a YAML, by all schemas and by what webhooks look at."""
+"""Checks of a YAML by all schemas and the webhooks' rules, as an API server with Kubeflow's operators makes them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import jsonschema
 import yaml
 
 SCHEMAS = Path(__file__).parent / "kubernetes"
-MOST_BYTES = 1 << 20  # of the data of a ConfigMap
+MOST_BYTES = 1 << 20  # limit for the data of a ConfigMap
 VERSIONS = {
     "ConfigMap": "v1",
     "PersistentVolumeClaim": "v1",
@@ -23,7 +23,7 @@ VERSIONS = {
     "TrainJob": "trainer.kubeflow.org/v1alpha1",
 }
 OF_TORCHRUN = {"PET_NNODES", "PET_NPROC_PER_NODE", "PET_NODE_RANK", "PET_MASTER_ADDR", "PET_MASTER_PORT"}
-LABEL = re.compile("[a-z]([-a-z0-9]{0,61}[a-z0-9])?")  # of DNS, RFC 1035
+LABEL = re.compile("[a-z]([-a-z0-9]{0,61}[a-z0-9])?")  # a DNS label, RFC 1035
 
 Fields = dict[str, Any]
 
@@ -33,7 +33,7 @@ def read_documents(text: str) -> list[Fields]:
 
 
 def find_faults(documents: list[Fields]) -> list[str]:
-    """Return what is wrong with them, the place first; an empty list is good."""
+    """Return the faults of the documents, each beginning with its path; an empty list means none."""
     faults = [fault for document in documents for fault in _check_schema(document)]
     return faults or [
         f"{where}: webhook" for document in documents for where in _check_as_webhooks(document, documents)
@@ -64,7 +64,7 @@ def _schema(kind: str) -> Fields:
 
 
 def _make_strict(schema: Any) -> Any:
-    """As ``kubectl apply --validate=strict`` takes it: a field that is not known is a fault, and so is a null."""
+    """Return a schema as strict as ``kubectl apply --validate=strict``: unknown fields and nulls are faults."""
     if isinstance(schema, list):
         return [_make_strict(each) for each in schema]
     if not isinstance(schema, dict):
@@ -81,7 +81,7 @@ def _make_strict(schema: Any) -> Any:
 
 
 def _find_twins(value: Any, schema: Any, where: str) -> Iterator[str]:
-    """Lists of which the schema says that each item has other keys."""
+    """Yield lists in which two items have the same keys although the schema requires them to be unique."""
     if isinstance(value, dict):
         for name, each in value.items():
             below = schema.get("properties", {}).get(name, schema.get("additionalProperties") or {})
@@ -96,7 +96,7 @@ def _find_twins(value: Any, schema: Any, where: str) -> Iterator[str]:
 
 
 def _check_as_webhooks(document: Fields, documents: list[Fields]) -> Iterator[str]:
-    """What no schema says: of the operators' code and of Kubernetes' own checks of pods and ConfigMaps."""
+    """Yield faults that no schema finds: rules of the operators, and of Kubernetes for pods and ConfigMaps."""
     name, spec = document["metadata"]["name"], document.get("spec", {})
     if not LABEL.fullmatch(name):
         yield "metadata.name"
@@ -119,7 +119,7 @@ def _check_as_webhooks(document: Fields, documents: list[Fields]) -> Iterator[st
 
 
 def _check_service(name: str, spec: Fields, job: Fields) -> Iterator[str]:
-    """It leads to the job's pods by the label that the operator gives them, and is none that this makes itself."""
+    """Yield faults of a service, which must select the job's pods and not have a name that the operator uses."""
     of_job = job["metadata"]["name"]
     label, own, port = {
         "PyTorchJob": ("training.kubeflow.org/job-name", f"{of_job}-(master|worker)-[0-9]+", 23456),
@@ -172,7 +172,7 @@ def _check_trainjob(name: str, spec: Fields, documents: list[Fields]) -> Iterato
 
 
 def _check_mounts(container: Fields, pod: Fields, documents: list[Fields]) -> Iterator[str]:
-    """Each volume is there once, at a place of its own, and what it names stands among the documents, or is there."""
+    """Yield faults of volumes and mounts, such as a path used twice or a ConfigMap missing from the documents."""
     volumes, mounts = pod["volumes"], container["volumeMounts"]
     made = {(document["kind"], document["metadata"]["name"]) for document in documents}
     if {each["name"] for each in mounts} - {each["name"] for each in volumes}:

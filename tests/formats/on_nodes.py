@@ -1,4 +1,4 @@
-"""How the script of each exporter is run on one node, and what it has started there; and what a spec has to have."""
+"""How each exporter's script is run on one node, what it started there, and which fields a spec needs for it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Any
 
 import yaml
 
-# Stands in the place of Python with torch: writes down what it was started with, byte for byte.
+# Stands in for a Python with torch: it records the exact bytes of what it was started with.
 RECORDER = """#!{python} -IS
 import json, os, sys
 seen = {{
@@ -56,7 +56,7 @@ def write_recorder(path: Path) -> str:
 
 @dataclass(frozen=True)
 class Start:
-    """A command line, what it finds in its environment, and whether it reads the script on its standard input."""
+    """A command line, its environment, and whether it reads the script from standard input."""
 
     argv: list[str]
     env: dict[str, str] = field(default_factory=dict)
@@ -65,12 +65,12 @@ class Start:
 
 @dataclass(frozen=True)
 class Way:
-    """How what was exported is run on a node.
+    """How an export is run on a node.
 
-    ``start`` is given a shell, the path of the exported file, beside which it may write more, and the node's number.
-    ``needs`` is what a spec has to have to go there. ``endpoint`` is where a node looks for the first one, of two that
-    are called first and second; None: an operator says it in PET_MASTER_ADDR; and ``store`` is that where ranks may
-    begin anew. ``folder`` is that of the job "train".
+    ``start`` is called with a shell, the path of the exported file, and the rank of the node; it may write files beside
+    the exported one. ``needs`` has the fields a spec must have for this exporter. The two nodes are named first and
+    second: ``endpoint`` returns the address at which the node of a rank looks for the first one (None: an operator sets
+    PET_MASTER_ADDR), ``store`` the address that it uses if ranks may restart. ``folder`` is that of the job "train".
     """
 
     start: Callable[[str, Path, int], Start]
@@ -78,7 +78,7 @@ class Way:
     endpoint: Callable[[int], str] | None = lambda node_rank: "first:29500"
     store: Callable[[int], str] = lambda node_rank: "first:29500"
     folder: str = "train.job"
-    is_script: bool = True  # the exported text is one of a shell
+    is_script: bool = True  # the exported text is a shell script
 
 
 def _torchrun(shell: str, script: Path, node_rank: int) -> Start:
@@ -86,13 +86,13 @@ def _torchrun(shell: str, script: Path, node_rank: int) -> Start:
 
 
 def _slurm(shell: str, script: Path, node_rank: int) -> Start:
-    """As srun does: the script comes on the standard input."""
+    """Return how srun starts the script: from standard input."""
     env = {"SLURM_JOB_ID": "7", "SLURM_NODEID": str(node_rank), "DETRAIN_NB_ENDPOINT": "first:29500"}
     return Start([shell, "-s", "node"], env, reads_script=True)
 
 
 def _akash(shell: str, sdl: Path, node_rank: int) -> Start:
-    """As a container of the service is started; it knows one address of its own, and one that it is not asked for."""
+    """Return how a container of the service is started; its script should use the first of the node's two addresses."""
     service = [*yaml.safe_load(sdl.read_bytes())["services"].values()][node_rank]
     bins = sdl.with_name("bin")
     bins.mkdir(exist_ok=True)
@@ -104,7 +104,7 @@ def _akash(shell: str, sdl: Path, node_rank: int) -> Start:
 
 
 def container_of(service: Mapping[str, Any]) -> Start:
-    """Return what a provider starts the image's entrypoint with, for a service of an SDL."""
+    """Return the arguments and variables that a provider passes to the image's entrypoint for a service of an SDL."""
     env: dict[str, str] = {}
     for line in service["env"]:
         name, _, value = line.partition("=")
@@ -113,7 +113,7 @@ def container_of(service: Mapping[str, Any]) -> Start:
 
 
 def fill_in(text: str, env: Mapping[str, str]) -> str:
-    """As Kubernetes does: $(NAME) is the value of a variable that there is, and of two $ one is left."""
+    """Expand a text as Kubernetes does: $(NAME) becomes the value of a variable that is set, and $$ becomes $."""
     return re.sub(
         r"\$(?:\$|\(([^)]*)\))",
         lambda found: "$" if found[1] is None else env.get(found[1], found[0]),
@@ -125,7 +125,7 @@ _RUNAI = str(Path(__file__).with_name("runai_cli.py"))
 
 
 def _runai(shell: str, script: Path, node_rank: int) -> Start:
-    """As a pod does in which the command line of Run:ai has the script run."""
+    """Return how the script is run with a stand-in for Run:ai's command line, which becomes the pod of this rank."""
     runai = script.with_name("bin") / "runai"
     runai.parent.mkdir(exist_ok=True)
     runai.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -IS {shlex.quote(_RUNAI)} "$@"\n')
@@ -134,7 +134,7 @@ def _runai(shell: str, script: Path, node_rank: int) -> Start:
 
 
 def _pod(shell: str, script: Path, node_rank: int) -> Start:
-    """As an operator of Kubernetes does: the files of the ConfigMap, and torchrun's variables."""
+    """Return how an operator of Kubeflow starts a pod, with the ConfigMap's files and torchrun's variables."""
     config, *_, job = yaml.safe_load_all(script.read_text())
     (files := script.parent / "files").mkdir(exist_ok=True)
     for name, text in config["data"].items():
@@ -173,7 +173,7 @@ WAYS: Mapping[str, Way] = {
     },
 }
 
-# What another program reads: nothing of it is run here.
+# Targets that another program reads: nothing of them is run here.
 READ: Mapping[str, Mapping[str, Any]] = {
     "torchtitan": {},
     "torchtitan-toml": {},
@@ -185,7 +185,7 @@ NEEDS: Mapping[str, Mapping[str, Any]] = {**{name: way.needs for name, way in WA
 def run_on_node(
     exporter: str, text: str, *, shell: str, folder: Path, node_rank: int = 0, env: dict[str, str] | None = None
 ) -> Ended:
-    """Run a script as it is run on a node of that number, in a folder of its own."""
+    """Run an export in ``folder`` as the node of rank ``node_rank`` does."""
     folder.mkdir(exist_ok=True)
     script, seen_at = folder / "exported", folder / "seen.json"
     script.write_bytes(text.encode())
@@ -208,6 +208,6 @@ def _read(path: Path) -> Seen:
     seen = json.loads(path.read_text())
     argv: Sequence[str] = seen["argv"]
     end = argv.index("--")
-    # torchrun fills in what has a $: it is doubled for it
+    # the script doubles each $, because torchrun expands them
     program = [word.replace("$$", "$") for word in argv[end + 1 :]]
     return Seen(list(argv[:end]), program, seen["env"], seen["folder"], seen["stdin"])

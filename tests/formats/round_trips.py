@@ -1,4 +1,4 @@
-"""A spec that goes out as another tool's file and comes back: what that tool can hold is the same."""
+"""A spec that is exported to another tool's file and imported again: the fields that the file can hold are equal."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ def come_back(
     options: Mapping[str, str] | None = None,
     gpus: int = 0,
 ) -> Imported:
-    """Export a spec, import that, and compare the fields that are ``held``, as training.epochs or nodes.ranks.
+    """Export a spec, import the result, and compare the fields in ``held``, such as training.epochs or nodes.ranks.
 
-    Axes are compared as the plan has them, where a -1 stands for what is left. "job" is all that the script reads,
-    "needed" are the variables that every node has to have, "setup" are the lines that each runs, and "first" is
-    where the first one is reached.
+    Axes are compared after planning, which replaces -1 by the remaining ranks. Four more names are known: "job" is all
+    that the script reads, "needed" the variables that every node must have, "setup" the lines that each node runs, and
+    "first" the address of the first node.
     """
     text = export_spec(spec, to, gpus=gpus, options=options)
     imported = import_text(text, name=f"{spec.name}{TARGETS[to].suffix}", kind=kind)

@@ -1,10 +1,10 @@
-"""A stand-in for the command line of Run:ai: it takes the flags that are documented, and becomes one of the pods.
+"""A stand-in for the command line of Run:ai: it accepts the documented flags, and becomes one of the pods.
 
-The flags are facts of its reference, those that we write and all others. The old one: docs.run.ai/v2.x, CLI Reference,
-runai submit and submit-dist pytorch. The new one: docs.run.ai/v2.20, runai training pytorch submit and runai training
-standard submit. What newer releases have added, `--env-secret` among it: run-ai-docs.nvidia.com/self-hosted, reference,
-runai xgboost submit, a training like these, of 2.23 or newer, and docs.nvidia.com/run-ai/self-hosted/v3.0.
-Run as a program, it has the standard library alone.
+The flags are facts of its reference: those that our export writes, and all others. The old one: docs.run.ai/v2.x, CLI
+Reference, runai submit and submit-dist pytorch. The new one: docs.run.ai/v2.20, runai training pytorch submit and runai
+training standard submit. Flags that newer releases have added, such as `--env-secret`:
+run-ai-docs.nvidia.com/self-hosted, reference, runai xgboost submit, a training like these, of 2.23 or newer, and
+docs.nvidia.com/run-ai/self-hosted/v3.0. When run as a program, it can import the standard library only.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 
 def _read(flags: str) -> dict[str, str]:
-    """Each flag with the name that it goes by here; that of one which takes a value ends in =."""
+    """Map each flag to the name used for it here; the name of a flag that takes a value ends in =."""
     return {name.rstrip("="): names.split("|")[0] for names in flags.split() for name in names.split("|")}
 
 
@@ -61,7 +61,7 @@ COMMANDS: Mapping[tuple[str, ...], Mapping[str, str]] = {
     ("submit",): {**_OLD, **_OLD_ALONE},
 }
 _WHOLE, _PVC = re.compile(r"[1-9][0-9]*"), re.compile(r"claimname=[a-z0-9.-]+,path=/[^,]+")
-_FORMS = {  # narrower than Run:ai's for -g and --cpu, which take parts, too
+_FORMS = {  # narrower than Run:ai's: its -g and --cpu also accept fractions
     "-g": _WHOLE,
     "--workers": _WHOLE,
     "--backoff-limit": re.compile(r"[0-9]+"),
@@ -76,22 +76,22 @@ _ANY = re.compile(r"\S+")
 
 @dataclass
 class Submitted:
-    """What the command line says; ``faults`` are in the words of nobody."""
+    """A command line that was parsed; the wording of ``faults`` is ours, not Run:ai's."""
 
     command: tuple[str, ...] = ()
     flags: dict[str, list[str]] = field(default_factory=dict)
-    names: list[str] = field(default_factory=list)  # what stands alone
+    names: list[str] = field(default_factory=list)  # positional arguments
     argv: list[str] = field(default_factory=list)
     faults: list[str] = field(default_factory=list)
 
     @property
     def pods(self) -> int:
-        """Those called workers, and one called the master."""
+        """The number of pods: the workers and one master."""
         return int(self.flags.get("--workers", ["0"])[0]) + 1
 
     @property
     def secrets(self) -> dict[str, str]:
-        """Each variable, with the key of the secret that it comes from."""
+        """The variables that come from a secret, each with its key there."""
         texts = [*self.flags.get("--env-secret", []), *(t for t in self.flags.get("-e", []) if "=SECRET:" in t)]
         return {
             name: value.rpartition(",")[2].removeprefix("key=") for name, _, value in (t.partition("=") for t in texts)
@@ -99,7 +99,7 @@ class Submitted:
 
 
 def parse(argv: list[str]) -> Submitted:
-    """Read a command line without its first word."""
+    """Parse a command line without its first word, ``runai``."""
     command = next((each for each in COMMANDS if tuple(argv[: len(each)]) == each), None)
     if command is None:
         return Submitted(faults=[f"no such command: {argv[:3]}"])
@@ -139,7 +139,7 @@ def _check(found: Submitted) -> None:
 
 
 def expand(text: str, env: Mapping[str, str]) -> str:
-    """Do what Kubernetes does with an argument of a container: $$ is $, $(NAME) the variable where there is one."""
+    """Expand an argument of a container as Kubernetes does: $$ becomes $, and $(NAME) the value of that variable."""
 
     def replace(match: re.Match[str]) -> str:
         return "$" if match[0] == "$$" else env.get(match[1], match[0])
@@ -148,10 +148,10 @@ def expand(text: str, env: Mapping[str, str]) -> str:
 
 
 def run_pod(found: Submitted, *, rank: int, around: Mapping[str, str]) -> Callable[[], None]:
-    """Return what becomes the pod of that number; its secrets are those variables of ``around`` that are named."""
+    """Return a function that replaces this process by the pod ``rank``; its secrets are in the variables ``around``."""
     env = {name: around[name] for name in ("PATH", "HOME", "LC_ALL", "SEEN_AT") if name in around}
     env |= {name: around[key] for name, key in found.secrets.items() if key in around}
-    if found.pods > 1:  # the operator of PyTorch jobs
+    if found.pods > 1:  # set by the operator of PyTorch jobs
         env |= {"MASTER_ADDR": "first", "MASTER_PORT": "29500", "WORLD_SIZE": str(found.pods), "RANK": str(rank)}
     argv = [expand(word, env) for word in found.argv]
     return lambda: os.execvpe(argv[0], argv, env)

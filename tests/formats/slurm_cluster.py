@@ -1,4 +1,4 @@
-"""A cluster of Slurm on this machine: a controller and two nodes, in a folder of its own, at ports of loopback."""
+"""A Slurm cluster on this machine: a controller and two nodes, in a temporary folder and on ports of loopback."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ OVER = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMO
 
 
 class SlurmCluster:
-    """Takes jobs; ``folder`` is where they are submitted."""
+    """A running cluster; jobs are submitted from ``folder``."""
 
     def __init__(self, folder: Path, env: dict[str, str]) -> None:
         self.folder = folder
         self._env = env
 
     def run(self, *command: str, env: dict[str, str] | None = None) -> str:
-        """Run a command of Slurm, and return what it says."""
+        """Run a command of Slurm and return its output."""
         done = subprocess.run(
             command,
             cwd=self.folder,
@@ -51,7 +51,7 @@ class SlurmCluster:
         return found["JobState"]
 
     def wait(self, job: int, *, limit_s: float) -> str:
-        """Return the state in which a job has ended; sbatch's own --wait looks too seldom."""
+        """Return the state in which a job ended; sbatch's own --wait polls too seldom."""
         until = time.monotonic() + limit_s
         while (state := self.state(job)) not in OVER:
             assert time.monotonic() < until, f"job {job} is {state}: {self.output(job)}"
@@ -67,7 +67,7 @@ def _configuration(folder: Path) -> str:
     user = getpass.getuser()
     lines = {
         "ClusterName": "tests",
-        "FirstJobId": 1 + secrets.randbelow(100_000),  # which the port of a job goes by
+        "FirstJobId": 1 + secrets.randbelow(100_000),  # a job's port depends on its id
         "SlurmctldHost": "localhost(127.0.0.1)",
         "SlurmctldPort": controller,
         "CommunicationParameters": "NoCtldInAddrAny,NoInAddrAny",  # loopback only
@@ -103,8 +103,8 @@ def _configuration(folder: Path) -> str:
 
 @contextlib.contextmanager
 def slurm_cluster() -> Iterator[SlurmCluster]:
-    """Start the programs, wait until both nodes take jobs, and end them all."""
-    folder = Path(tempfile.mkdtemp(prefix="slurm-", dir="/tmp"))  # the path of a socket is short
+    """Start the programs, yield the cluster once both nodes accept jobs, and stop all programs in the end."""
+    folder = Path(tempfile.mkdtemp(prefix="slurm-", dir="/tmp"))  # short, as the length of a socket's path is limited
     started: list[subprocess.Popen[bytes]] = []
     for name in ("munge", "state", "jobs", *(f"spool-{node}" for node in NODES)):
         (folder / name).mkdir(mode=0o755)

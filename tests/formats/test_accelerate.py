@@ -23,7 +23,7 @@ def _spec(*nodes: dict[str, Any], **fields: Any) -> PipelineSpec:
 
 
 def _load(spec: PipelineSpec, folder: Path, **options: str) -> tuple[Any, Any]:
-    """Return what Accelerate has read, and what its launcher makes of it."""
+    """Return the configuration as Accelerate reads it, and the arguments that its launcher makes of it."""
     path = folder / "train.yaml"
     path.write_text(export_spec(spec, "accelerate", options=options))
     args, defaults, _ = _validate_launch_command(

@@ -1,4 +1,4 @@
-"""The SDL of Akash: what its own parser and our lint say of it, how nodes of a lease meet, and two of them for real."""
+"""The SDL of Akash: checked by its own parser and our lint, how nodes of a lease meet, and two nodes run for real."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def _export(spec: PipelineSpec, **options: str) -> dict[str, Any]:
     return sdl
 
 
-# What the parser has to find, or our lint, by what its line has to say. A fault is what is changed of a good SDL.
+# Changes to a good SDL: Akash's parser must refuse those of PARSER, and our lint those of LINT, with the key's words.
 
 Change = tuple[str, Any]
 GONE = object()
@@ -150,7 +150,7 @@ ODD = ("0", "-1", "1.5", "x", "1Mi", "4GB", "100000000", "a100:80GB", "-", "usd"
 
 @st.composite
 def _exports(draw: st.DrawFn) -> str:
-    """The text of an export that was not refused; empty for one that was."""
+    """Draw the text of an export; it is empty if the export was refused."""
     hosts = draw(st.lists(st.sampled_from(["a", "gpu-1", "10.0.0.7", "x.example.org", "b2", "localhost"]), unique=True))
     devices = st.sampled_from(["cpu", [0], [3, 1], "auto"])
     nodes = [{"host": host, "devices": draw(devices)} for host in hosts]
@@ -350,12 +350,12 @@ def test_what_akash_cannot_do_is_refused_with_one_line(case: str) -> None:
     assert "\n" not in str(caught.value)
 
 
-# For real: the image's entrypoint in two pods, whose names are those of the services
+# Real runs: the image's entrypoint in two pods, which have the names of the services
 
 
 @contextmanager
 def _deployed(spec: PipelineSpec, make_testbed: MakeTestbed, folder: Path) -> Iterator[list[Pod]]:
-    """Start a container for each of two nodes, as the SDL says, and wait until the jobs have ended well."""
+    """Start a container for each of two nodes as the SDL describes, and wait until their jobs have succeeded."""
     testbed = make_testbed(2)
     pods = [Pod(testbed, host.name, folder) for host in testbed.hosts]
     spec = spec.with_overrides({"nodes": [{"host": host.name} for host in testbed.hosts]})

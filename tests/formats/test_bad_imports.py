@@ -1,6 +1,6 @@
-"""Files that are broken, or were made to do harm: every importer says where and what in a SpecError, and soon.
+"""Files that are broken or hostile: every importer soon raises a SpecError with the place and the fault.
 
-What is not linear in the length of a text takes minutes on these: the time limit of a test ends it.
+On these files, code that is not linear in the length of the text takes minutes and hits the time limit of its test.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from detrain_nb.plan.targets import KINDS
 
 from .foreign_documents import RFC_AS_WRITTEN, SDL_WITH_TORCHRUN, TENSOR_STATE, TITAN_2025
 
-SAMPLES: dict[str, tuple[str, str]] = {  # of each kind the name of a file, and its text
+SAMPLES: dict[str, tuple[str, str]] = {  # for each kind, a file name and a text
     "detrain": ("state.json", format_document(TENSOR_STATE, ".json")),
     "akash": ("train.yaml", format_document(SDL_WITH_TORCHRUN, ".yaml")),
     "hypha": ("job.json", RFC_AS_WRITTEN),
@@ -123,7 +123,7 @@ LONG += [
 
 MANY = " ".join(f"A{number}=" for number in range(20_000))
 ONCE_MORE = "torchrun a.py\n" * 9000
-SQUARES: dict[str, tuple[str, str]] = {  # what small parts together make large: a text, and what is said of it
+SQUARES: dict[str, tuple[str, str]] = {  # small parts that multiply to something large: a text, and its error
     "variables of branches": (f"export {MANY}\n" + "case x in\n" * 1000 + "torchrun a.py", "more than 1,000 variables"),
     "variables of launches": (f"export {MANY[:5000]}\n{ONCE_MORE}", "start ranks with too many variables"),
     "secrets of launches": (
@@ -142,7 +142,7 @@ SQUARES: dict[str, tuple[str, str]] = {  # what small parts together make large:
         f"/{'a' * 900_000}/python3 -m torch.distributed.run --nnodes 10000 a.py\n",
         r"nodes\[0\]\.python",
     ),
-    "placements": (  # whose script is read once
+    "placements": (  # the script of these must be read once only
         format_document(
             {
                 "version": "2.0",
@@ -157,7 +157,7 @@ SQUARES: dict[str, tuple[str, str]] = {  # what small parts together make large:
 }
 
 _NAMES = " ".join(f"h{number}" for number in range(9000))
-SQUARES |= {  # these took minutes, or gigabytes
+SQUARES |= {  # these once took minutes, or gigabytes
     "a jump of hosts": (f"Host {_NAMES}\nHost *\n ProxyJump {'a,' * 300_000}a", "proxyjump .*at most 4,096 characters"),
     "jumps of hosts": (f"Host {_NAMES}\nHost *\n ProxyJump {'a,' * 2000}a", "names more than 20 hosts"),
     "a name in a host": (f"Host {'a' * 250}\n HostName {'%h' * 450_000}", "hostname .*at most 4,096 characters"),
@@ -202,7 +202,7 @@ kinds = pytest.mark.parametrize("kind", IMPORTERS)
 
 
 def _import(kind: str, text: str, name: str) -> None:
-    """It is read, or it is told in one line for each fault, which begins with the name of the file."""
+    """Check that a text is read, or refused in one line per fault, each of which begins with the file name."""
     try:
         import_text(text, name=name, kind=kind)
     except SpecError as exc:
@@ -247,7 +247,7 @@ def test_whatever_stands_in_the_place_of_a_part_is_read_or_told(kind: str, data:
     suffix = next(suffix for suffix in SUFFIXES if name.endswith(suffix))
     try:
         text = format_document(content, suffix)
-    except SpecError:  # no document has that
+    except SpecError:  # no document can hold such a value
         return
     _import(kind, text, name)
 
@@ -282,7 +282,7 @@ def test_parts_that_are_small_alone_make_nothing_large_together(case: str) -> No
         import_text(text, name="a.json" if text.startswith("{") else "")
 
 
-WIDE: dict[str, str] = {  # what took gigabytes, and is read
+WIDE: dict[str, str] = {  # these are read, but once took gigabytes
     "files of commands": f"sh -c '{'x;' * 3000}' {'>a ' * 15_000}\ntorchrun a.py",
     "places": '{"training_definition": {}, ' + f'"{"k" * 400_000}": [{"[...]," * 2000}]}}',
 }

@@ -27,7 +27,7 @@ _BLOB = b"\0\0\0\x0bssh-ed25519\0\0\0\x20" + bytes(32)
 _KEY = f"ssh-ed25519 {b64encode(_BLOB).decode()} someone"
 _PRIVATE = "-----BEGIN OPENSSH PRIVATE KEY-----\nb3BlbnNzaC1rZXktdjEAAAAA\n-----END OPENSSH PRIVATE KEY-----"
 _ODD = " a \"b\" 'c' \\ \\\\ \\' \\\" $HOME `x` #d 日本\t= "
-_PLAIN = {"PORT": "8080", "name": "x", "status": "good", "TOKENIZERS_PARALLELISM": "false"}  # as in a script
+_PLAIN = {"PORT": "8080", "name": "x", "status": "good", "TOKENIZERS_PARALLELISM": "false"}  # names common in scripts
 _ENV = {
     "ODD": _ODD,
     "HF_TOKEN": "very-secret",
@@ -49,7 +49,7 @@ os._exit(0)  # gloo's threads may end it otherwise
 
 
 def _enter(*command: str, env: Mapping[str, str] | None = None, user: int = 65534) -> tuple[int, str]:
-    """Run the entrypoint to its end; returns its status and what it says."""
+    """Run the entrypoint until it exits; return its exit status and its output."""
     become = ["setpriv", f"--reuid={user}", f"--regid={user}", "--clear-groups"] if os.getuid() == 0 else []
     given = {"PATH": _PATH, "HOME": "/nonexistent", **(env or {})}
     argv = [*become, "bash", "-c", ENTRYPOINT.read_text(), "entrypoint.sh", *command]
@@ -95,7 +95,7 @@ def test_user_who_cannot_be_is_refused_with_one_line(tmp_path: Path) -> None:
 
 
 def _check_that_root_gives_the_volume_away(testbed: Testbed) -> None:
-    """As in an image that starts as root, which has the volume; a folder beside it stays root's."""
+    """In an image that starts as root, the entrypoint gives the volume to the user of the job, but no other folder."""
     start = "mkdir '/run/a volume' /run/other && DETRAIN_NB_VOLUME='/run/a volume' exec /run/entrypoint.sh sh -c"
     job = 'touch "$DETRAIN_NB_VOLUME/x" && id -un && ! touch /run/other/x 2>/dev/null && grep NoNew /proc/self/status'
     assert testbed.output("h0", f"{start} '{job}'").split() == ["trainer", "NoNewPrivs:", "1"]
@@ -105,14 +105,14 @@ def _check_that_root_gives_the_volume_away(testbed: Testbed) -> None:
 
 
 def _check_that_checkpoints_need_a_volume_that_the_job_can_write(testbed: Testbed) -> None:
-    """What an SDL starts where its volume is root's: by an image of trainer, and by one that starts as root."""
+    """Start what an SDL starts when root owns the volume: user trainer is refused, and a start as root succeeds."""
     fields = {"source": {"script_text": "print()"}, "nodes": [{"host": "h0", "python": "/run/python"}]}
     spec = PipelineSpec.from_dict({"name": "x", "image": "a/b:1", "checkpoint": {"url": "/run/saved"}, **fields})
     (service,) = yaml.safe_load(export_spec(spec, "akash"))["services"].values()
     container = container_of(service)
     given = (f"{name}={value}" for name, value in container.env.items())
     start = shlex.join(["env", *given, "/run/entrypoint.sh", *container.argv])
-    python = "#!/bin/sh\ntouch /run/saved/x && stat -c '%U has written %n' /run/saved/x\n"  # in the place of torchrun
+    python = "#!/bin/sh\ntouch /run/saved/x && stat -c '%U has written %n' /run/saved/x\n"  # replaces torchrun
     prepare = "cat >/run/python && chmod 755 /run/python && mkdir -m 755 /run/saved"
     testbed.exec("h0", prepare, input=python.encode(), check=True)
     as_trainer = f"setpriv --reuid=12345 --regid=12345 --clear-groups {start}"
@@ -157,7 +157,7 @@ def test_job_runs_once_beside_sshd_and_its_model_can_be_fetched(make_testbed: Ma
 
     testbed.exec("h0", "mkdir /run/volume && chown 12345 /run/volume", check=True)
     keys, begun = set(), []
-    for _ in range(2):  # in a new container the home is empty
+    for _ in range(2):  # a new container begins with an empty home
         testbed.exec("h0", f"rm -r {HOME}/.detrain_nb", check=True)
         job = ("sh", "-c", "echo begun; mkdir ~/.detrain_nb; exit 7")
         first.start(

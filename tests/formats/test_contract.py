@@ -1,5 +1,6 @@
-"""What every exporter has to do whose text nodes run: no field is changed by a shell, no secret is written, what it
-cannot do it refuses.
+"""What every exporter must do whose text is run on nodes.
+
+No shell changes a field, no secret is written, and the exporter refuses what its script could not do.
 """
 
 from __future__ import annotations
@@ -186,7 +187,7 @@ def test_every_node_is_told_its_number_and_where_the_first_one_is(exporter: str,
 @exporters
 @pytest.mark.parametrize("kind", ["env", "secrets"])
 def test_no_variable_of_a_spec_is_one_of_the_script(exporter: str, kind: str, recorder: str, tmp_path: Path) -> None:
-    """Neither ours nor Slurm's: what says which node it is, and where its files are."""
+    """A variable of a spec must not replace one of the script or of Slurm, such as the rank or the job's path."""
     given = {"node": "1", "folder": "/elsewhere"}
     others = {"SLURM_NODEID": "1", "IFS": "01/"} if kind == "env" else {}
     for restarts in (0, 1):
@@ -253,7 +254,7 @@ def test_cells_of_a_notebook_become_the_script(exporter: str, recorder: str, tmp
 
 @pytest.fixture(scope="module")
 def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """It has a branch, a tag and a commit, each with another text in its script; and a hook that must not run."""
+    """Return a repository with a tag, a branch and main, each with another text in the script."""
     folder = tmp_path_factory.mktemp("repositories") / "it's"
     (folder / "a 'b'").mkdir(parents=True)
     who = ["-c", "user.name=a", "-c", "user.email=a@b"]
@@ -307,7 +308,7 @@ def test_repository_is_cloned_at_its_ref(
         source={"script_text": None, "git": git, "entry": "train me.py"},
         nodes=[{"host": "a", "python": recorder}],
     )
-    for _ in range(2):  # it can be run again
+    for _ in range(2):  # the script can be run again
         ended = run_on_node(exporter, _export(exporter, spec), shell="sh", folder=tmp_path)
         assert ended.seen, ended.errors
         assert Path(ended.seen.program[0]).read_text() == text

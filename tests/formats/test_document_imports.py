@@ -1,4 +1,4 @@
-"""Documents of other tools: what they say stands in the spec, or is named with the reason."""
+"""Documents of other tools: each value is in the spec, or is named with the reason for leaving it out."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def _leaves(value: Any, steps: Steps = ()) -> Iterator[Steps]:
 
 
 def _changed(content: Any, steps: Steps, change: Any) -> Any:
-    """A copy of the document with something else at one place; ``change`` is given what stands there."""
+    """Return a copy of a document that ``change`` has altered; it gets the innermost table or list and its key."""
     content = copy.deepcopy(content)
     *above, last = steps
     table = content
@@ -89,7 +89,7 @@ def _alter(table: Any, key: Any) -> None:
 
 @pytest.mark.parametrize("name", DOCUMENTS)
 def test_whatever_a_document_says_is_in_the_spec_or_named(name: str) -> None:
-    """A value that is in neither could be another one, and nobody would see it."""
+    """If a value is in neither, changing it has no effect, and the user would not notice."""
     found = _import(name, DOCUMENTS[name])
     assert found.kind == KINDS[name]
     named = [place for line in found.left_out for place in line.partition(": ")[0].split(", ")]

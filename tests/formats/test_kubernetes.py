@@ -1,4 +1,4 @@
-"""The YAML for Kubeflow's operators: schemas and webhooks take it, two nodes of it meet, what cannot be is refused."""
+"""The YAML for Kubeflow's operators: schemas and webhooks accept it, its two nodes meet, bad exports are refused."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def _export(kind: str, spec: PipelineSpec, **options: str) -> list[Fields]:
 
 
 def _pod(document: Fields) -> Fields:
-    """The spec of a pod, which holds a container with what the job gives it."""
+    """Return the pod spec, with all that the job sets in its container."""
     spec = document["spec"]
     if document["kind"] == "PyTorchJob":
         return spec["pytorchReplicaSpecs"]["Master"]["template"]["spec"]
@@ -111,7 +111,7 @@ def test_what_is_written_is_taken(
     assert f"  name: {spec.name}\n" in text or f'  name: "{spec.name}"\n' in text
 
 
-Change = Callable[[Fields, Fields], None]  # of the first document, a ConfigMap, and of the last, the job
+Change = Callable[[Fields, Fields], None]  # called with the first document, a ConfigMap, and the last one, the job
 
 
 def _replica(job: Fields) -> Fields:
@@ -218,7 +218,7 @@ dist.destroy_process_group()
 
 
 def _run_both(kind: str, spec: PipelineSpec, folder: Path) -> list[list[str]]:
-    """Run the container of each node, with the files of the ConfigMap where it looks for them; what each says."""
+    """Run the container of each node, with the ConfigMap's files in place; return the lines that each one prints."""
     around = {**os.environ, "PET_MASTER_ADDR": "127.0.0.1", "PET_MASTER_PORT": str(free_ports(1)[0])}
     processes = []
     try:
@@ -234,7 +234,7 @@ def _run_both(kind: str, spec: PipelineSpec, folder: Path) -> list[list[str]]:
         said = [process.communicate(timeout=100)[0].splitlines() for process in processes]
     finally:
         for process in processes:
-            with process:  # whose end waits for it
+            with process:  # leaving the block waits until it has exited
                 process.kill()
     assert [process.returncode for process in processes] == [0, 0], said
     return said

@@ -181,7 +181,7 @@ def test_configuration_of_accelerate_is_a_spec() -> None:
     assert [line.partition(":")[0] for line in imported.left_out] == [
         *("source", "nodes", "mixed_precision", "same_network, fsdp_config.fsdp_offload_params"),
     ]
-    for few in ("", "num_processes: -1\nmain_process_port: '7'\n"):  # a rank for each GPU that is there
+    for few in ("", "num_processes: -1\nmain_process_port: '7'\n"):  # one rank for each available GPU
         spec = import_text(f"compute_environment: LOCAL_MACHINE\ndistributed_type: MULTI_GPU\n{few}", name="a").spec
         assert spec and spec.to_dict()["nodes"] == [{"host": "localhost"}]
     assert spec.rendezvous.port == 7
@@ -211,7 +211,7 @@ def test_configuration_of_accelerate_is_a_spec() -> None:
 @settings(max_examples=25, deadline=None)
 @given(data=st.data())
 def test_configuration_for_accelerate_brings_back_what_it_holds(data: st.DataObject) -> None:
-    """All but the program, and the hosts that are not the first."""
+    """All comes back but the program, and the names of hosts after the first one."""
     ranks, gpus = data.draw(st.integers(1, 4)), data.draw(st.booleans())
     hosts = data.draw(st.sampled_from([("h0",), ("h0", "node-1"), ("h0", "node-1", "node-2")]))
     has = {"devices": list(range(ranks))} if gpus else {"devices": "cpu", "ranks": ranks}

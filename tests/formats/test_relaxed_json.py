@@ -1,4 +1,4 @@
-"""Relaxed JSON: what people write in a text is read, what is JSON is read as JSON, and nothing takes long."""
+"""Relaxed JSON: variants that people write are read, strict JSON is read as JSON, and no text takes long."""
 
 from __future__ import annotations
 

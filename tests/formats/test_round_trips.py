@@ -1,4 +1,4 @@
-"""A spec that goes out as somebody else's document comes back with every field that the document can hold."""
+"""A spec that is exported to another tool's document and imported again has every field that the document can hold."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_sdl_that_was_exported_comes_back(data: st.DataObject) -> None:
         return data.draw(strategy)
 
     ranks, hosts = draw(st.integers(1, 4)), draw(HOSTS)
-    memory = draw(st.none() | st.integers(1, 1000).map(lambda size: size * (1 << 30) / 1e9))  # an SDL has whole Gi
+    memory = draw(st.none() | st.integers(1, 1000).map(lambda size: size * (1 << 30) / 1e9))  # SDLs have whole Gi
     has = draw(st.sampled_from([{"devices": list(range(ranks))}, {"devices": "cpu", "memory_gb": memory}]))
     given = {
         **draw_job(draw, ranks=ranks * len(hosts), checkpoints=("/kept", "s3://bucket/kept")),
@@ -64,7 +64,7 @@ def test_toml_of_torchtitan_that_was_exported_comes_back(data: st.DataObject) ->
 
     axes, steps = draw_axes(draw, 16), draw(st.integers(1, 10**6))
     replicas = 16 // axes["pp"] // axes["tp"]
-    axes["precision"] = axes["precision"] or "bf16"  # which is torchtitan's own
+    axes["precision"] = axes["precision"] or "bf16"  # torchtitan's own default
     saved = {
         "url": draw(st.sampled_from(["/data/saved", "outputs/a b"])),
         "interval": draw(st.integers(1, 1000)),

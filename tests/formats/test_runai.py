@@ -1,4 +1,4 @@
-"""The command that submits to Run:ai: its flags, the variables of the tutorial, and what a pod makes of it."""
+"""The command that submits to Run:ai: its flags, the variables of the tutorial, and how a pod runs it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _spec(*nodes: dict[str, Any], **fields: Any) -> PipelineSpec:
 
 
 def _submit(spec: PipelineSpec, folder: Path, **options: str) -> runai_cli.Submitted:
-    """Run the script with a `runai` that writes down what it is given."""
+    """Run the script with a `runai` that prints its arguments; return them parsed."""
     script, program = folder / "train.sh", folder / "bin" / "runai"
     program.parent.mkdir(exist_ok=True)
     program.write_text(f"#!{sys.executable} -IS\nimport json, sys\nprint(json.dumps(sys.argv[1:]))\n")
@@ -63,7 +63,7 @@ def test_one_node_is_a_workload_of_one_pod(tmp_path: Path) -> None:
 
 
 def test_variables_of_the_tutorial_have_their_places(tmp_path: Path) -> None:
-    """Its NGPU, LOG_RANK, CONFIG_FILE and overrides, and what it sets for PyTorch."""
+    """NGPU, LOG_RANK, CONFIG_FILE and the overrides of the tutorial, and the variable that it sets for PyTorch."""
     python = write_recorder(tmp_path / "python")
     arguments = ["--job.config_file", "./train_configs/llama3_8b.toml", "--training.steps", "100"]
     spec = _spec(
@@ -137,7 +137,7 @@ def test_what_run_ai_cannot_do_is_refused_with_one_line(case: str) -> None:
 @pytest.mark.parametrize(
     "line",
     [
-        "training pytorch submit a -i b --gpu 8 -- torchrun",  # a flag of the old one
+        "training pytorch submit a -i b --gpu 8 -- torchrun",  # --gpu is a flag of the old command line
         "training pytorch submit --name a -i b --command -- torchrun",
         "submit-dist pytorch a -i b --command -- torchrun",
         "submit-dist pytorch --name a -i b --existing-pvc data:/mnt --command -- torchrun",
@@ -187,7 +187,7 @@ dist.destroy_process_group()
 
 @pytest.mark.slow
 def test_pods_form_one_group(tmp_path: Path) -> None:
-    """Two of them on this machine, as torchrun for real."""
+    """Two pods run on this machine, with the real torchrun."""
     python = {"python": sys.executable}
     spec = _spec(
         {"host": "a", **python},

@@ -1,4 +1,4 @@
-"""Command lines of torchrun and accelerate, and scripts with one, as a spec: nothing is run, filled in or lost."""
+"""Imports of torchrun and accelerate commands, and of scripts with one: nothing is run, guessed or lost."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def _fields(text: str, name: str = "start.sh") -> tuple[dict[str, Any], tuple[st
 
 
 def _draw_range(draw: Draw, nodes: int) -> dict[str, Any]:
-    """Draw how few nodes a job may have, and how many where that is not as many as there are."""
+    """Draw min_nodes and max_nodes, each optional; max_nodes differs from the number of nodes."""
     fewest = draw(st.integers(1, nodes))
     most = draw(st.integers(fewest, nodes + 2).filter(lambda count: count != nodes)) if fewest < nodes else None
     return draw(
@@ -54,7 +54,7 @@ def test_script_that_was_exported_comes_back_whole(to: str, data: st.DataObject)
         return data.draw(strategy)
 
     ranks, hosts = draw(st.integers(1, 4)), draw(HOSTS)
-    source = draw(SOURCES.filter(lambda each: to != "runai" or "ssh_key" not in str(each)))  # no container has a key
+    source = draw(SOURCES.filter(lambda each: to != "runai" or "ssh_key" not in str(each)))  # containers have no key
     cpu = {"devices": "cpu", "ranks": ranks}
     gpus = {"devices": list(range(ranks))}
     has = draw(st.sampled_from([{"ranks": ranks}, cpu, *([gpus] if to == "torchrun" else [])]))
@@ -148,12 +148,12 @@ def test_command_line_is_read_as_torchrun_reads_it(data: st.DataObject) -> None:
     has_end = data.draw(st.booleans())
     words += [*(["--"] if has_end else []), "a.b" if is_module else "a.py"]
     arguments = data.draw(st.lists(st.sampled_from(["--", "-m", "x", "--nnodes", "", "$$"])))
-    words += [each for each in arguments if each != "--" or not has_end]  # it takes no second one
+    words += [each for each in arguments if each != "--" or not has_end]  # torchrun accepts no second one
     read = get_args_parser().parse_args(words)
     launch = read_command(["torchrun", *words])
     source = launch.fields["source"]
     assert (source.get("module"), source.get("script")) == ((read.training_script, None)[:: 1 if is_module else -1])
-    # it takes $$ for $ when it starts the ranks
+    # torchrun replaces $$ by $ when it starts the ranks
     assert source.get("arguments", []) == [each.replace("$$", "$") for each in read.training_script_args]
     assert ":".join(map(str, dict.fromkeys(launch.nodes))) == read.nnodes.replace("1:1", "1")
     assert launch.node["ranks"] == int(read.nproc_per_node)

@@ -1,4 +1,4 @@
-"""The batch script of Slurm, on a cluster of its own: ranks meet, a failure is one, a cancelled job leaves nothing."""
+"""The batch script on a Slurm test cluster: ranks meet, a failed rank fails the job, cancelling leaves no process."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _spec(text: str, *, ranks: int = 2, nodes: int = 2, **fields: Any) -> Pipeli
             "name": "train",
             "source": {"script_text": text, **fields.pop("source", {})},
             "nodes": given,
-            "rendezvous": {"endpoint": "127.0.0.1"},  # the nodes of this cluster have no names that lead there
+            "rendezvous": {"endpoint": "127.0.0.1"},  # the names of this cluster's nodes do not resolve
             **fields,
         }
     )

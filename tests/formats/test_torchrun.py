@@ -1,4 +1,4 @@
-"""The script of torchrun: what it says of nodes, and two of them run for real."""
+"""The script of torchrun: what it sets on each node, and real runs of two nodes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _spec(*nodes: dict[str, Any], **fields: Any) -> PipelineSpec:
 
 
 def _run_on_both(spec: PipelineSpec, folder: Path) -> list[str]:
-    """Run the script of a spec for two nodes as both of them; what each says."""
+    """Run the script of a spec for two nodes as each of them; return what each one prints."""
     script = folder / "train.sh"
     script.write_bytes(torchrun.export(spec, spec.plan()).encode())
     processes = [
@@ -61,7 +61,7 @@ def test_two_nodes_run_the_ranks(tmp_path: Path) -> None:
     assert said == [f"{rank} of 2 2 {arguments} it's\n$HOME\n" for rank in range(2)]
 
 
-# Rank 1 fails in the first round, while rank 0 waits for it. MARK is a file that is not there yet.
+# Rank 1 fails in the first round, while rank 0 waits for it. MARK is a file that does not exist yet.
 ONCE = """
 import os, sys, torch.distributed as dist
 os.write(1, f"store at {os.environ['MASTER_PORT']}\\n".encode())

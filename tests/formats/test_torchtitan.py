@@ -22,7 +22,7 @@ from detrain_nb.spec import PipelineSpec
 from .foreign_documents import TITAN_2024, TITAN_2025, TITAN_LAST
 
 EIGHT = {"devices": [0, 1, 2, 3, 4, 5, 6, 7]}
-# Llama 3 8B as torchtitan publishes it, on two nodes of 8 GPUs: of its numbers the last two are options.
+# Llama 3 8B as torchtitan publishes it, on two nodes of 8 GPUs; OPTIONS has the rest.
 LLAMA: dict[str, Any] = {
     "name": "llama3-8b",
     "source": {"module": "torchtitan.train"},
@@ -57,10 +57,10 @@ def _spec(**values: Any) -> PipelineSpec:
 
 @pytest.fixture
 def read_toml(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable[..., Any]]:
-    """The parser of torchtitan v0.2.2. What its package runs first needs a GPU's compiler, and is left out."""
+    """Yield the parser of torchtitan v0.2.2; its package's __init__ is not run, as that needs a compiler for GPUs."""
     before = set(sys.modules)
     found = importlib.util.find_spec("torchtitan")
-    if found is None:  # in an environment of conda
+    if found is None:  # as in a conda environment
         pytest.skip("torchtitan's parser is not installed: pip install --no-deps torchtitan==0.2.2")
     monkeypatch.setitem(sys.modules, "torchtitan", importlib.util.module_from_spec(found))
     from torchtitan.config import ConfigManager
@@ -118,7 +118,7 @@ def test_options_that_are_imported_say_what_the_file_says(read_toml: Callable[..
     assert imported
     config = read_toml("", words=imported.source.arguments)
     assert config.training.steps == content["training"]["steps"]
-    if content is TITAN_LAST:  # the older ones it reads no more
+    if content is TITAN_LAST:  # the parser of v0.2.2 does not read the older ones
         known = {name: table for name, table in content.items() if name not in ("experimental", "no_such_section")}
         assert config == read_toml(format_document(known, ".toml"))
 
@@ -226,7 +226,7 @@ def test_checkpoints_are_those_of_the_spec() -> None:
 # The function
 
 
-# The fields that we give to each class: of release 0.3.0, and of the main branch of 2026-08 where they differ.
+# The fields that the export sets in each class: of release 0.3.0, and of the main branch of 2026-08 if they differ.
 _CALLED = {
     "Trainer.Config": "loss hf_assets_path model_spec optimizer lr_scheduler training dataloader parallelism "
     "checkpoint activation_checkpoint compile metrics debug validator",

@@ -1,4 +1,4 @@
-"""Akash's own parser of SDLs, which the Makefile brings by npm into the virtual environment."""
+"""Akash's own parser of SDLs, which `make test-deps` installs with npm into the virtual environment."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _VALIDATE = Path(__file__).with_name("validate.mjs")
 
 
 def find_faults(texts: Sequence[str]) -> list[list[str]]:
-    """Return what the parser finds wrong with each text; that starts Node.js once."""
+    """Return the faults that the parser finds in each text; one run of Node.js parses all texts."""
     if not (INSTALLED / "node_modules").is_dir() or not shutil.which("node"):
         pytest.skip("needs Akash's parser of SDLs: make test-deps")
     done = subprocess.run(
@@ -32,6 +32,6 @@ def find_faults(texts: Sequence[str]) -> list[list[str]]:
 
 
 def require_sound(*texts: str) -> None:
-    """Raises: AssertionError with what the parser, or our own lint, finds wrong."""
+    """Check that neither the parser nor our lint finds a fault in the texts."""
     for text, faults in zip(texts, find_faults(texts), strict=True):
         assert (faults, lint(yaml.safe_load(text)) if not faults else []) == ([], []), text

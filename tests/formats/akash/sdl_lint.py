@@ -1,7 +1,7 @@
-"""What is wrong with an SDL and Akash's parser in TypeScript accepts: providers, which run the one in Go, refuse it.
+"""Faults in an SDL that Akash's parser in TypeScript accepts, but that providers refuse, as they run the one in Go.
 
-The rules are those of Akash's chain-sdk: go/sdl, go/manifest/v2beta3, go/node/deployment/v1beta4. Those marked as ours
-are of what nobody refuses, and nodes do not find each other with.
+The rules are those of Akash's chain-sdk: go/sdl, go/manifest/v2beta3, go/node/deployment/v1beta4. The rules marked
+"ours" are about SDLs that nothing refuses, but whose nodes could not reach each other.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _MOST = {"gpu": 24, "cpu": 384, "count": 50, "units": 20, "price": 10_000_000}
 
 
 def lint(sdl: Mapping[str, Any]) -> list[str]:
-    """Return what is wrong, a line for each; ``sdl`` has passed the parser."""
+    """Return the faults of an SDL, one line each; ``sdl`` has passed the parser."""
     return [*_lint_services(sdl), *_lint_exposed(sdl), *_lint_profiles(sdl), *_lint_deployment(sdl)]
 
 
@@ -54,7 +54,7 @@ def _lint_exposed(sdl: Mapping[str, Any]) -> Iterator[str]:
                 if peer and peer not in sdl["services"]:
                     yield f"{name}: to service {peer!r}, which is none"  # ours
                 elif peer and placed.get(peer) != placed.get(name):
-                    yield f"{name}: to service {peer!r}, which is in another placement"  # ours: it has another DNS
+                    yield f"{name}: to service {peer!r}, which is in another placement"  # ours: another DNS domain
     if not global_ports:
         yield "no service is exposed globally"
 
@@ -81,7 +81,7 @@ def _lint_volume(profile: str, volume: Mapping[str, Any]) -> Iterator[str]:
     attributes = volume.get("attributes") or {}
     kind, persistent = attributes.get("class"), attributes.get("persistent")
     if kind == "ram" and persistent is not False:
-        yield f"{where}: of class ram without persistent: false"  # else the provider makes no volume of it
+        yield f"{where}: of class ram without persistent: false"  # otherwise the provider creates no volume for it
     if kind not in (None, "ram") and not persistent:
         yield f"{where}: of class {kind} and not persistent"
 

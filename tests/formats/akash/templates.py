@@ -1,4 +1,4 @@
-"""The templates in sdl/: what each is an export of. `python -m tests.formats.akash.templates` writes them anew."""
+"""The templates in sdl/ and the specs they are exports of. `python -m tests.formats.akash.templates` rewrites them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from detrain_nb.spec import PipelineSpec
 
 FOLDER = Path(__file__).resolve().parents[3] / "sdl"
 COMMAND = "python -m tests.formats.akash.templates"
-IMAGE = "ghcr.io/you/train:1"  # sdl/container makes it
+IMAGE = "ghcr.io/you/train:1"  # built from sdl/container
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ _GPUS = ("auto", "auto")
 TEMPLATES = {
     "pipeline-cpu.yaml": Template(_spec("pipeline", *_CPUS, script="pipeline.py", pp=2)),
     "pipeline-gpu.yaml": Template(_spec("pipeline", *_GPUS, script="pipeline.py", pp=2), gpus=1),
-    # what DeTrain's templates ask for
+    # the GPUs that DeTrain's own templates request
     "pipeline-a100.yaml": Template(
         _spec("pipeline", *_GPUS, script="pipeline.py", pp=2), {"gpu_model": "a100:40Gi"}, gpus=1
     ),
@@ -57,7 +57,7 @@ TEMPLATES = {
 
 
 def write(name: str) -> str:
-    """Return what a template is: what its spec is exported as."""
+    """Return the text of a template: the export of its spec."""
     template = TEMPLATES[name]
     return export_spec(template.spec, "akash", gpus=template.gpus, options=template.options)
 
