@@ -1,4 +1,4 @@
-"""What the ranks of a test do: a small language model in any layout, trained, saved, loaded."""
+"""Code that the ranks of a test run: a small language model in any layout is trained, saved and loaded."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Block(nn.Module):
 
 
 class LanguageModel(nn.Module):
-    """Its head may be its embedding; it counts its batches in a buffer, and has a layer that is never trained."""
+    """A model whose head may be tied to its embedding; it has a buffer, and a norm that is never trained."""
 
     def __init__(self, *, is_tied: bool = True, dropout: float = 0.0) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ def tokens(seed: int) -> Tensor:
 
 
 class Run:
-    """A model in a layout, with AdamW in two groups and a schedule of the learning rate."""
+    """A model in a layout, with AdamW in two parameter groups and a schedule of the learning rate."""
 
     def __init__(self, layout: str, *, seed: int = 0, is_tied: bool = True, dropout: float = 0.0) -> None:
         torch.manual_seed(seed)
@@ -124,7 +124,7 @@ class Run:
         return stages
 
     def train(self, steps: int) -> list[float]:
-        """The losses of whole batches, on every rank."""
+        """Train for ``steps``; return the loss of each whole batch on every rank."""
         losses = []
         for _ in range(steps):
             x, y = tokens(2 * self.step), tokens(2 * self.step + 1)
@@ -167,7 +167,7 @@ class Run:
 
 
 def train_and_save(layout: str, url: str, *, is_async: bool = False, **how: Any) -> list[float]:
-    """Three steps, a save, and the losses of three more, which go on beside it."""
+    """Train three steps, save, and train three more during the save; return the losses of these three."""
     run = Run(layout, **how)
     run.train(3)
     saved = run.save(url, is_async=is_async)
@@ -177,7 +177,10 @@ def train_and_save(layout: str, url: str, *, is_async: bool = False, **how: Any)
 
 
 def load_and_train(layout: str, url: str, *, again: str = "", **how: Any) -> tuple[list[float], Any]:
-    """What was there is loaded into another model; saved ``again`` as it came; the losses of three steps."""
+    """Load a checkpoint into another model and train three steps; return the losses and the notes.
+
+    The model is saved to ``again``, if given, right after it was loaded.
+    """
     run = Run(layout, seed=7, **how)
     run.train(1)
     found = run.load(url)
@@ -208,7 +211,7 @@ def llama(seed: int) -> Any:
 
 
 def llama_through_stages(source: str, target: str) -> tuple[float, list[str]]:
-    """transformers' folder into two stages, and from them to another; the prediction that they make in between."""
+    """Import a transformers folder into two stages, predict, and export it; return the sum of logits and the names."""
     model = llama(7)
     batch = {"input_ids": tokens(1), "use_cache": False}
     found = par.split(model, batch, at=["model.layers.1"])
@@ -219,11 +222,11 @@ def llama_through_stages(source: str, target: str) -> tuple[float, list[str]]:
     return 0.0 if output is None else float(output["logits"].double().sum()), names
 
 
-# ---- laid out by parallelize
+# ---- models laid out by parallelize
 
 
 def gpt2(seed: int) -> Any:
-    """Its queries, keys and values are one layer; its head is its embedding."""
+    """Return a GPT-2: its queries, keys and values are one layer, and its head is tied to its embedding."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     torch.manual_seed(seed)
@@ -233,7 +236,7 @@ def gpt2(seed: int) -> Any:
 
 
 def phi3(seed: int) -> Any:
-    """A Llama whose gate and up projections are one layer; its head is no other's."""
+    """Return a Phi-3, a Llama whose gate and up projections are one layer; its head is not tied."""
     from transformers import Phi3Config, Phi3ForCausalLM
 
     torch.manual_seed(seed)
@@ -255,7 +258,7 @@ def loss_of_output(output: Any, targets: Tensor) -> Tensor:
 
 
 class FamilyRun:
-    """A model of transformers with AdamW: plain, or laid out by parallelize over ``axes``, its layers by its plan."""
+    """A transformers model with AdamW: plain, or laid out by parallelize over ``axes`` with the model's own plan."""
 
     def __init__(self, family: str, axes: dict[str, int] | None, *, seed: int = 0) -> None:
         self.model: Any = FAMILIES[family](seed)
@@ -276,12 +279,12 @@ class FamilyRun:
 
     @property
     def packed(self) -> list[str]:
-        """Parameters of fused layers, of which this rank's rows lie in another order than the whole model's."""
+        """Parameters of fused layers whose rows are in another order on this rank than in the whole model."""
         plans = [plan for module in getattr(self.model, "modules", ()) if (plan := plan_of(module)) is not None]
         return sorted(name for plan in plans[:1] for name in plan.packed)
 
     def train(self, steps: int) -> list[float]:
-        """The losses of whole batches; of stages on the rank of the last one."""
+        """Train for ``steps``; return the losses of whole batches. Of stages, only the rank of the last one has any."""
         losses = []
         for _ in range(steps):
             x, y = (each.chunk(self.replicas)[self.replica] for each in (tokens(self.step), tokens(self.step + 100)))
@@ -305,7 +308,7 @@ class FamilyRun:
             self.step = training.load(url, self.model, self.optimizer).step
 
     def everything(self) -> dict[str, Tensor]:
-        """Values, and AdamW's state, of a plain model by the names that parameters have in it."""
+        """Return the values and AdamW's state of a plain model, by parameter name."""
         found = {name: value.clone() for name, value in self.model.state_dict().items()}
         for (name, _), state in zip(self.model.named_parameters(), self.optimizer.state_dict()["state"].values()):
             found |= {f"{key} of {name}": value.clone() for key, value in state.items()}
@@ -315,7 +318,10 @@ class FamilyRun:
 def go_on_laid_out(
     family: str, axes: dict[str, int], source: str | None, again: str, target: str, *, steps: int
 ) -> tuple[list[float], list[str]]:
-    """What is at ``source``, if that is anything, is saved ``again`` as it came; steps, and their end to ``target``."""
+    """Train a model and save it to ``target``; return the losses and the names of packed parameters.
+
+    If ``source`` is given, it is loaded first, and saved to ``again`` unchanged.
+    """
     run = FamilyRun(family, axes, seed=0 if source is None else 7)
     if source is not None:
         run.train(1)
@@ -327,17 +333,17 @@ def go_on_laid_out(
 
 
 def with_ties(stages: par.PipelineStages, found: par.Split) -> par.PipelineStages:
-    """Stages that know which names are of one parameter, over all of them."""
+    """Return stages that know, for the whole model, which names are tied to one parameter."""
     if not hasattr(stages, "tied_names"):
         stages.tied_names = [tuple(found.aliases(name)) for name in found.shared]
     return stages
 
 
-# ---- damaged
+# ---- damaged checkpoints
 
 
 def save_twice(layout: str, url: str) -> None:
-    """Steps 1 and 2."""
+    """Save steps 1 and 2."""
     run = Run(layout)
     for _ in range(2):
         run.train(1)
@@ -345,7 +351,7 @@ def save_twice(layout: str, url: str) -> None:
 
 
 def load_damaged(layout: str, url: str, step: int, run: Run | None = None) -> tuple[str, bool]:
-    """What is said of a checkpoint, by name, and whether all that was given is bit for bit as it was."""
+    """Return the error of loading one step, and whether all that was given to the load is bit for bit unchanged."""
     if run is None:
         run = Run(layout, seed=7)
         run.train(1)
@@ -355,7 +361,7 @@ def load_damaged(layout: str, url: str, step: int, run: Run | None = None) -> tu
 
 
 def load_whole(layout: str, url: str) -> tuple[int, tuple[str, ...], bool]:
-    """What is loaded, what is said of it, and whether it is what another run has loaded by name."""
+    """Return the step that a load has found, its notes, and whether a load of that step by number gives the same."""
     run, other = Run(layout, seed=7), Run(layout, seed=8)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -365,7 +371,7 @@ def load_whole(layout: str, url: str) -> tuple[int, tuple[str, ...], bool]:
 
 
 def everything(run: Run) -> list[bytes | str]:
-    """Of this rank: values, the optimizer's state, the schedule, random numbers."""
+    """Return this rank's values, optimizer state, schedule and random number generators."""
     found: list[Any] = [torch.get_rng_state(), repr(random.getstate()), repr(run.scheduler.state_dict())]
     found.append(repr([{**group, "params": ()} for group in run.optimizer.param_groups]))
     for module in getattr(run.model, "modules", [run.model]) if run.layout in ("pp", "zbv") else [run.model]:
@@ -381,7 +387,7 @@ def disagree(rank: int, url: str) -> str:
 
 
 def ask_for_others(rank: int, url: str) -> list[str]:
-    """What is said where each rank loads something else, or one has no way there; then they go on together."""
+    """Return the errors when the ranks give different arguments, or one an invalid URL; the last load has no error."""
     model = nn.Linear(2, 2)
     training.save(url, model, step=1)
     training.save(f"{url}/other", model, step=1)
@@ -396,7 +402,7 @@ def ask_for_others(rank: int, url: str) -> list[str]:
 
 
 def fail_on_one(rank: int, url: str) -> list[str]:
-    """An error of rank 1 is an error of all, and the ranks go on together."""
+    """Return the errors that all ranks get from rank 1's, and the name of a checkpoint that all of them then load."""
     model = nn.Linear(2, 2)
     first = _error(lambda: training.save(url, model, step=1, extra=object() if rank else None))
     wide = nn.Linear(2, 3) if rank else model
@@ -406,7 +412,7 @@ def fail_on_one(rank: int, url: str) -> list[str]:
 
 
 def save_unshared(rank: int, url: str) -> str:
-    """Each rank sees a folder of its own under one path, as hosts without a shared disk do."""
+    """Return the error of a save to a path at which each rank has its own folder, as on hosts without a shared disk."""
     os.makedirs(f"{url}/{rank}")
     with contextlib.chdir(f"{url}/{rank}"):
         return _error(lambda: training.save("/proc/self/cwd/checkpoints", nn.Linear(2, 2), step=1))
@@ -421,7 +427,7 @@ def _error(do: Callable[[], Any]) -> str:
 
 
 class _Counted:
-    """A file that counts what is read of it."""
+    """A file that counts the bytes that are read from it."""
 
     def __init__(self, file: Any, read: list[int]) -> None:
         self._file, self._read = file, read
@@ -449,7 +455,7 @@ class _CountingFiles(LocalFileSystem):
 
 
 def count_read(url: str) -> tuple[int, int]:
-    """How many bytes of a tensor of 8 MiB a shard's rank reads, and how many it has."""
+    """Return how many bytes of a sharded 8 MiB tensor a rank reads, and the size of the rank's shard."""
     files = _CountingFiles()
     files.counts = []
     model = fully_shard(nn.Linear(1024, 2048, bias=False), mesh=par.make_mesh(dp_shard=-1, device_type="cpu"))
@@ -457,11 +463,11 @@ def count_read(url: str) -> tuple[int, int]:
     return sum(files.counts), sum(each.to_local().nbytes for each in model.state_dict().values())
 
 
-# ---- killed
+# ---- killed processes
 
 
 class _Deadly(LocalFileSystem):
-    """Ends the process in the middle of a file of tensors."""
+    """A file system that kills the process in the middle of writing a file of tensors."""
 
     cachable = False
 
@@ -483,7 +489,7 @@ def go_on_after_a_death(url: str) -> tuple[int, list[int]]:
     run = Run("fsdp", seed=4)
     try:
         found = run.load(url)
-    except DetrainError:  # a save in the background failed, and this is the next call
+    except DetrainError:  # raised by the first call after a background save has failed
         found = run.load(url)
     run.train(1)
     run.save(url)
@@ -491,7 +497,7 @@ def go_on_after_a_death(url: str) -> tuple[int, list[int]]:
 
 
 def save_in_two_groups(url: str) -> dict[str, list[Any]]:
-    """This process alone: a group, a save, its end, twice; whether the group is left, and the steps that were saved."""
+    """In one process, create a group, save, and destroy it, twice; return whether each is left, and the saved steps."""
     left = []
     for step in (1, 2):
         dist.init_process_group("gloo", init_method=f"file://{url}/meeting-{step}", rank=0, world_size=1)
@@ -504,12 +510,12 @@ def save_in_two_groups(url: str) -> dict[str, list[Any]]:
 
 
 def kill_at_random(url: str, times: int, seed: int) -> dict[str, int]:
-    """Kill a process that saves, at random moments; what is there is whole, and never less than was told.
+    """Kill a process that saves, at random moments; check that a load is whole and has at least the last reported save.
 
-    A moment is one of the operations on files that a few saves make, and up to 2 ms more: clocks say nothing of where
-    in a save it is.
+    A moment is one of the file operations of a few saves, plus up to 2 ms. A random time would not tell where in a save
+    the process is.
     """
-    torch.set_num_threads(1)  # OpenMP's threads are not there in a fork: it would wait for them forever
+    torch.set_num_threads(1)  # a forked process has no OpenMP threads, and would wait for them forever
     chosen = random.Random(seed)
     operations = _Operations(url)
     for step in range(3):
@@ -535,7 +541,7 @@ def kill_at_random(url: str, times: int, seed: int) -> dict[str, int]:
 
 
 class _Operations:
-    """Counts what this process does to files under ``url``: opens, makes, renames, removes."""
+    """Counts the file operations of this process under ``url``, such as opens, renames and removals."""
 
     def __init__(self, url: str) -> None:
         self.count = 0
@@ -545,7 +551,7 @@ class _Operations:
         sys.addaudithook(self._note)
 
     def kill_at(self, count: int, *, after_s: float) -> None:
-        """Die ``after_s`` after operation ``count`` from now has begun."""
+        """Kill this process ``after_s`` after operation ``count`` from now has begun."""
         self._deadly, self._after_s = self.count + count, after_s
 
     def _note(self, event: str, args: tuple[object, ...]) -> None:
@@ -577,7 +583,7 @@ def _filled(step: int) -> nn.Module:
 def _check_whole(url: str, *, at_least: int) -> int:
     model = _filled(-1)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of what is passed over
+        warnings.simplefilter("ignore")  # about the checkpoints that are skipped
         try:
             found = training.load(url, model)
         except ValueError:

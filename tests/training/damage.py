@@ -1,4 +1,4 @@
-"""Harm done to the files of a checkpoint, and undone: bits, sizes, whole files; and where in them its tensors are."""
+"""Damage to the files of a checkpoint, and its repair: bits, sizes, whole files; and where a file has its tensors."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 @contextlib.contextmanager
 def changed(file: Path, change: Callable[[bytes], bytes | None]) -> Iterator[None]:
-    """For as long as the block lasts; None removes it."""
+    """Change a file until the block ends; it is removed if ``change`` returns None."""
     whole = file.read_bytes()
     found = change(whole)
     file.unlink() if found is None else file.write_bytes(found)
@@ -34,7 +34,7 @@ def the_file(folder: Path, step: int, pattern: str) -> Path:
 
 
 def pieces_of(file: Path, kind: str) -> list[tuple[str, int, int]]:
-    """Names, and where they begin and end, of what ``file`` has, without the head, which is the embedding."""
+    """Return name, begin and end of each piece of this kind in ``file``, except the head, which is tied."""
     index = json.loads(next(file.parent.glob("index-*")).read_text())
     return [
         (name, begin, end)

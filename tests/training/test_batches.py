@@ -1,4 +1,4 @@
-"""Each sample once in an epoch, whatever the numbers."""
+"""Each sample is used once per epoch, or left out by drop_last, for any samples, replicas and batch size."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checkpoints on real ranks and in one process: what is loaded is what was saved, in any layout, never half of it."""
+"""Checkpoints on real ranks and in one process: a load restores all that was saved, in any layout, or nothing."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ from .damage import changed, flip, pieces_of, the_file
 
 HERE = Path(__file__).parent
 MIB = 1 << 20
-CLOSE = 1e-6  # relative; of a loss
-CLOSE_STEPS = 1e-4  # relative; of losses and tensors after steps in other layouts; 2e-5 was measured
+CLOSE = 1e-6  # relative tolerance of a loss
+CLOSE_STEPS = 1e-4  # relative tolerance after steps in other layouts, for losses and tensors; 2e-5 was measured
 LAYOUTS = ["pp", "fsdp", "ddp", "tp", "zbv"]
 
 
@@ -62,13 +62,13 @@ def four_ranks(four_ranks: Session) -> Session:
 
 @pytest.fixture(scope="module")
 def of_one(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, list[float]]:
-    """A checkpoint of the whole model in one process, and the losses that came after it."""
+    """Return a checkpoint of the whole model in one process, and the losses of the steps after it."""
     url = str(tmp_path_factory.mktemp("one"))
     return url, on_ranks.train_and_save("one", url)
 
 
 def read_all(url: str, *, is_tied: bool = True) -> dict[str, Tensor]:
-    """What a checkpoint has of the model and of the optimizer, as one process reads it."""
+    """Return the tensors of the model and the optimizer in a checkpoint, as one process loads them."""
     run = on_ranks.Run("one", seed=5, is_tied=is_tied)
     run.load(url)
     found = dict(run.model.state_dict())
@@ -99,7 +99,7 @@ def test_saved_by_one_process_loaded_in_a_layout_and_back(
 def test_saved_by_one_process_loaded_by_stages_of_shards_on_four_ranks_and_back(
     four_ranks: Session, tmp_path: Path
 ) -> None:
-    """Not tied: the gradients of tied parameters are added up before they are sharded."""
+    """The head is not tied, because the gradients of tied parameters are summed before they are sharded."""
     url = str(tmp_path / "one")
     expected = on_ranks.train_and_save("one", url, is_tied=False)
     go_there_and_back(four_ranks, "pp x fsdp", (url, expected), str(tmp_path / "back"), is_tied=False)
@@ -108,7 +108,7 @@ def test_saved_by_one_process_loaded_by_stages_of_shards_on_four_ranks_and_back(
 def go_there_and_back(
     session: Session, layout: str, of_one: tuple[str, list[float]], back: str, *, is_tied: bool = True
 ) -> None:
-    """The losses are the whole model's; what the ranks save is, bit by bit, what they have loaded."""
+    """Check that the losses are the whole model's, and that the ranks save, bit by bit, what they have loaded."""
     url, expected = of_one
     result = session.run_cell(f"on_ranks.load_and_train({layout!r}, {url!r}, again={back!r}, is_tied={is_tied})")
     for losses, notes in result.values.values():
@@ -130,7 +130,7 @@ def go_there_and_back(
 def test_resumed_losses_are_those_of_the_uninterrupted_run_bit_by_bit(
     session: Session, layout: str, is_async: bool, tmp_path: Path
 ) -> None:
-    """With dropout, a schedule of the learning rate, and training that goes on while it is saved."""
+    """This includes dropout, a schedule of the learning rate, and training that continues during the save."""
     url = str(tmp_path)
     saved = session.run_cell(f"on_ranks.train_and_save({layout!r}, {url!r}, dropout=0.2, is_async={is_async})").values
     loaded = session.run_cell(f"on_ranks.load_and_train({layout!r}, {url!r}, dropout=0.2)").values
@@ -174,7 +174,7 @@ def test_saved_by_stages_of_shards_on_four_ranks_loaded_by_two(
     "family", [pytest.param("GPT-2", marks=pytest.mark.slow), pytest.param("Phi-3", marks=pytest.mark.thorough)]
 )
 def test_layouts_of_parallelize_follow_each_other_as_one_run(four_ranks: Session, family: str, tmp_path: Path) -> None:
-    """Two stages in two parts, four shards, one process, stages in parts again: all is the uninterrupted run's."""
+    """Two stages with tp=2, four shards, one process, and stages again all match the uninterrupted run."""
     pytest.importorskip("transformers")
     urls = {name: str(tmp_path / name) for name in ("stages", "shards", "one", "stages again")}
     expected = on_ranks.FamilyRun(family, None)
@@ -202,7 +202,7 @@ def test_layouts_of_parallelize_follow_each_other_as_one_run(four_ranks: Session
 @pytest.mark.thorough
 @pytest.mark.parametrize("family", ["Phi-3", "GPT-2"])
 def test_fused_layers_in_parts_and_shards_are_saved_whole(four_ranks: Session, family: str, tmp_path: Path) -> None:
-    """Their rows lie in another order on the ranks, and are in the file as in the whole model."""
+    """The ranks hold the rows in another order than the whole model; the file has the whole model's order."""
     pytest.importorskip("transformers")
     expected = on_ranks.FamilyRun(family, None)
     axes, first, came, second = {"dp_shard": 2, "tp": 2}, *(str(tmp_path / name) for name in ("1", "came", "2"))
@@ -222,7 +222,7 @@ def read_family(family: str, url: str) -> on_ranks.FamilyRun:
 
 
 def require_same_losses(found: dict[int, tuple[list[float], list[str]]], expected: list[float]) -> None:
-    """On every rank that has any: those of the last stage."""
+    """Compare the losses on each rank that has any, which are the ranks of the last stage."""
     known = [losses for losses, _ in found.values() if losses]
     assert len(known) >= len(found) / 2
     for losses in known:
@@ -230,7 +230,7 @@ def require_same_losses(found: dict[int, tuple[list[float], list[str]]], expecte
 
 
 def require_close(found: on_ranks.FamilyRun, expected: on_ranks.FamilyRun) -> None:
-    """Values, and the optimizer's state, of all parameters."""
+    """Compare the values and the optimizer's state of all parameters."""
     assert found.step == expected.step
     values, references = found.everything(), expected.everything()
     assert values.keys() == references.keys() and any(name.startswith("exp_avg_sq of") for name in values)
@@ -254,12 +254,12 @@ def test_error_of_one_rank_is_everybodys_and_they_go_on_together(session: Sessio
     assert set(disagreed.values()) == {"SpecError: step is 0 on rank 0 and 1 on rank 1: give the same on all ranks"}
 
 
-# ---- damage that some ranks read (of one process: test_reading.py)
+# ---- damage that some ranks read (in one process: test_reading.py)
 
 
 @pytest.fixture(scope="module")
 def of_shards(session: Session, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Steps 1 and 2 of two ranks, each with a shard of every tensor."""
+    """Return a folder with steps 1 and 2 of two ranks, each with a shard of every tensor."""
     folder = tmp_path_factory.mktemp("shards")
     session.run_cell(f"on_ranks.save_twice('fsdp', {str(folder)!r})")
     return folder
@@ -278,7 +278,7 @@ def of_shards(session: Session, tmp_path_factory: pytest.TempPathFactory) -> Pat
     ],
 )
 def test_damage_that_one_rank_reads_is_found_by_all(session: Session, of_shards: Path, layout: str, kind: str) -> None:
-    """In the file of the second rank: of shards, the first one reads nothing of it."""
+    """The damage is in the second rank's file; if the layout is shards, the first rank reads nothing of this file."""
     file = the_file(of_shards, 2, "rank-00001*")
     name, begin, _ = next(each for each in pieces_of(file, kind) if "1.down.bias" in each[0] or kind == "random/1/")
     with changed(file, flip(begin)):
@@ -302,7 +302,7 @@ def test_damage_in_shards_is_found_by_one_process(of_shards: Path, number: int) 
 
 
 def test_shards_are_compared_by_what_they_read(session: Session, tmp_path: Path) -> None:
-    """Of one tensor of 8 MiB: each rank reads its half twice, and finds damage in it; the other half is the other's."""
+    """Each rank reads its half of a tensor of 8 MiB twice, and only the rank of the damaged half reports the damage."""
     training.save(str(tmp_path), nn.Linear(1024, 2048, bias=False), step=1)
     counts = session.run_cell(f"on_ranks.count_read({str(tmp_path)!r})").values
     assert set(counts.values()) == {(2 * 4 * MIB, 4 * MIB)}
@@ -314,7 +314,7 @@ def test_shards_are_compared_by_what_they_read(session: Session, tmp_path: Path)
 
 
 def test_ranks_that_ask_for_other_checkpoints_are_told(session: Session, tmp_path: Path) -> None:
-    """Each would wait for the others, or go on from another place."""
+    """Otherwise each rank would wait for the others, or continue from another checkpoint."""
     told = session.run_cell(f"on_ranks.ask_for_others(rank, {str(tmp_path)!r})").values
     for errors in told.values():
         assert "step is None on rank 0 and 1 on rank 1: give the same on all ranks" in errors[0]
@@ -326,7 +326,7 @@ def test_ranks_that_ask_for_other_checkpoints_are_told(session: Session, tmp_pat
 
 @pytest.mark.parametrize("depth", [900, *(pytest.param(depth, marks=pytest.mark.slow) for depth in (600, 5000))])
 def test_note_that_only_one_rank_could_keep_is_an_error_of_all(session: Session, depth: int, tmp_path: Path) -> None:
-    """JSON is read deeper than Python's objects travel between ranks."""
+    """JSON may be nested more deeply than the objects that can be sent between ranks."""
     session.run_cell(f"on_ranks.save_twice('fsdp', {str(tmp_path)!r})")
     note = the_file(tmp_path, 2, "checkpoint.json")
     text = note.read_bytes()
@@ -362,7 +362,7 @@ def test_any_place_keeps_all_that_training_needs(scheme: str, is_async: bool, tm
     assert on_ranks.load_and_train("one", url, dropout=0.2) == (saved, ())
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # torch's own, when it first compiles
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # a warning by torch itself when it first compiles
 @pytest.mark.parametrize("wrap", [pytest.param(torch.compile, marks=pytest.mark.slow), checkpoint_wrapper])
 def test_wrapped_model_has_the_names_of_the_plain_one(wrap: Any, tmp_path: Path) -> None:
     inner = filled(3)
@@ -504,7 +504,7 @@ def test_last_ones_stay_and_the_list_is_a_table(tmp_path: Path) -> None:
         training.save(str(tmp_path), model, step=step, keep=2)
     assert [each.step for each in training.checkpoints(str(tmp_path))] == [300, 400]
     training.load(str(tmp_path), model, step=300)
-    training.save(str(tmp_path), model, step=350, keep=2)  # from 300 on, another way than to 400
+    training.save(str(tmp_path), model, step=350, keep=2)  # newer than step 400: resumed from 300
     there = training.checkpoints(str(tmp_path))
     assert [each.step for each in there] == [400, 350]
     assert training.load(str(tmp_path), model).step == 350
@@ -516,7 +516,7 @@ def test_last_ones_stay_and_the_list_is_a_table(tmp_path: Path) -> None:
 
 
 def test_what_a_link_in_the_folder_leads_to_is_not_cleared(tmp_path: Path) -> None:
-    """Colleagues who save into one folder can put links there."""
+    """Colleagues who save into the same folder can put links there."""
     model = nn.Linear(2, 2)
     training.save(str(tmp_path / "own"), model, step=100)
     (tmp_path / "shared").mkdir()
@@ -555,7 +555,7 @@ def test_leftovers_of_a_killed_save_go_with_the_next_and_nothing_else_does(tmp_p
 
 
 class FullDisk(LocalFileSystem):
-    """No file of tensors can be written to its end."""
+    """A file system without space to finish a file of tensors."""
 
     cachable = False
 
@@ -579,7 +579,7 @@ def test_save_that_fails_leaves_the_one_of_its_step(tmp_path: Path) -> None:
 
 
 class Silent(LocalFileSystem):
-    """A store that does not answer when it is asked for files whose path has ``silent`` in it."""
+    """A store that raises ``error`` when a file is read whose path contains ``silent``."""
 
     cachable = False
     silent = "nothing"
@@ -593,7 +593,7 @@ class Silent(LocalFileSystem):
 
 @pytest.mark.parametrize("harm", ["no answer", "flipped bit", "later format", "another program's", "note is gone"])
 def test_checkpoint_whose_note_cannot_be_read_is_not_removed(saved: Path, harm: str) -> None:
-    """It may be whole, and the last one; nobody but its note says how old it is."""
+    """The checkpoint may be whole and the newest one; only its note says how old it is."""
     files, note = Silent(), the_file(saved, 3, "checkpoint.json")
     if harm == "no answer":
         files.silent = "step-00000003/checkpoint.json"
@@ -619,7 +619,7 @@ def test_checkpoint_whose_note_cannot_be_read_is_not_removed(saved: Path, harm: 
 @pytest.mark.parametrize("silent", ["step-00000003/checkpoint.json", "step-00000003/index", "step-00000003/rank"])
 @pytest.mark.parametrize("error", [TimeoutError("no answer"), OSError(5, "Input/output error"), MemoryError()])
 def test_store_that_does_not_answer_is_no_damage(saved: Path, silent: str, error: Exception) -> None:
-    """Else hours of training would go, since the last one is whole."""
+    """If it counted as damage, hours of training would be lost, as the newest checkpoint is whole."""
     files, model = Silent(), filled(0)
     files.silent, files.error = silent, error
     with pytest.raises(
@@ -636,7 +636,7 @@ def test_store_that_does_not_answer_is_no_damage(saved: Path, silent: str, error
 def test_save_whose_note_cannot_be_written_goes_with_the_next(
     tmp_path: Path, is_told_before: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It has all tensors, and would stay for ever with an index."""
+    """Such a save has all tensors; if it kept an index, nothing would ever remove it."""
     most, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     with monkeypatch.context() as limited:
         if is_told_before:
@@ -657,7 +657,7 @@ def test_save_whose_note_cannot_be_written_goes_with_the_next(
 def test_interrupt_of_a_save_leaves_no_index_without_its_note(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: int
 ) -> None:
-    """Nothing would remove that: it has all tensors."""
+    """Nothing would remove such a save, because it has all tensors."""
     with monkeypatch.context() as patched:
         interrupt_after(patched, Location, "write", at=at)
         with pytest.raises(KeyboardInterrupt):
@@ -687,7 +687,7 @@ def test_old_one_that_is_half_removed_goes_with_the_next_save(
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("is_async", [False, True])
 def test_rank_that_dies_in_a_save_leaves_the_last_good_one(tmp_path: Path, is_async: bool) -> None:
-    """Its successor and the others save again, in a group that they make anew."""
+    """The rank's replacement and the other ranks form a new group, and save again."""
     url = str(tmp_path)
     prepare = f"import sys; sys.path.insert(0, {str(HERE)!r}); import checkpoint_ranks as on_ranks"
     with Session.start(2, device="cpu") as session:
@@ -704,7 +704,7 @@ def test_rank_that_dies_in_a_save_leaves_the_last_good_one(tmp_path: Path, is_as
 
 
 def test_tied_parameter_is_written_once(tmp_path: Path) -> None:
-    """Under both names, as another layout may have it under another."""
+    """The checkpoint has it under both names, as another layout may look for either of them."""
     sizes = []
     for is_tied in (True, False):
         url = str(tmp_path / str(is_tied))
@@ -718,7 +718,7 @@ def test_tied_parameter_is_written_once(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_killed_save_leaves_the_last_good_one(tmp_path: Path) -> None:
-    """20 processes that save are killed, some in the middle: else this shows nothing."""
+    """20 processes are killed while they save; at least three must leave half a save, or the test shows nothing."""
     code = f"import sys; sys.path.insert(0, {str(HERE)!r}); import checkpoint_ranks as on_ranks\n"
     code += f"print(on_ranks.kill_at_random({str(tmp_path)!r}, 20, seed=1))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)
@@ -728,19 +728,19 @@ def test_killed_save_leaves_the_last_good_one(tmp_path: Path) -> None:
 
 
 def test_process_group_goes_with_what_was_saved_in_it(tmp_path: Path) -> None:
-    """The group of its own that saves have goes with it, and another one gets another."""
+    """Saves use a group of their own; it is released with the ranks' group, and saves in a later group use another."""
     code = f"import sys; sys.path.insert(0, {str(HERE)!r}); import checkpoint_ranks as on_ranks\n"
     code += f"print(on_ranks.save_in_two_groups({str(tmp_path)!r}))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=True)
     assert eval(done.stdout) == {"left": [False, False], "steps": [1, 2]}
 
 
-# ---- what cannot be
+# ---- invalid and hostile files
 
 
 @pytest.fixture
 def saved(tmp_path: Path) -> Path:
-    """Steps 1, 2 and 3, whose parameters are 1, 2 and 3."""
+    """Return a folder with steps 1, 2 and 3, whose parameters are 1, 2 and 3."""
     for step in (1, 2, 3):
         training.save(str(tmp_path), filled(step), step=step)
     return tmp_path
@@ -760,7 +760,7 @@ def rewrite(
     index: Callable[[dict[str, Any]], object] | None = None,
     note: Callable[[dict[str, Any]], object] | None = None,
 ) -> None:
-    """As one does who can write there: all digests fit."""
+    """Change an index or a note as somebody with write access can: all digests match."""
     index_file, note_file = the_file(saved, step, "index-*"), the_file(saved, step, "checkpoint.json")
     said = json.loads(note_file.read_text())
     del said["crc32"]
@@ -804,7 +804,7 @@ def test_broken_checkpoint_is_passed_over_with_a_warning(saved: Path, pattern: s
     ],
 )
 def test_index_that_does_not_hold_together_is_broken(saved: Path, harm: str) -> None:
-    """It is whole, and has its digest, so that only what is in it can tell."""
+    """The index is complete and has its correct digest, so only its contents can show the fault."""
 
     def change(index: dict[str, Any]) -> None:
         chunk = index["tensors"]["model/0.weight"][2][0]
@@ -877,7 +877,7 @@ def test_random_state_that_is_none_is_told_and_the_rest_is_loaded(saved: Path) -
 
 
 def test_step_that_is_a_link_is_not_written_through(saved: Path, tmp_path: Path) -> None:
-    """In a folder of a group others can have put it there."""
+    """Others can have created the link, in a folder that a group can write to."""
     shared = tmp_path / "shared"
     shared.mkdir()
     (shared / "step-00000003").symlink_to(saved / "step-00000003")
@@ -899,7 +899,7 @@ def test_step_that_is_a_link_is_not_written_through(saved: Path, tmp_path: Path)
     ],
 )
 def test_step_that_is_no_folder_with_files_is_told_of(saved: Path, tmp_path: Path, harm: str, said: str) -> None:
-    """The newest is not there any more; a link may have been put there by others."""
+    """The newest step has been moved away; others may have put a link in its place."""
     folder, outside = saved / "step-00000003", tmp_path / "outside"
     folder.rename(outside)
     if harm == "nothing in it":
@@ -930,7 +930,7 @@ def test_folder_with_digits_of_another_script_is_none_of_ours(saved: Path) -> No
 
 
 def test_checkpoint_and_safetensors_go_to_a_host_and_come_back(testbed: Testbed, tmp_path: Path) -> None:
-    """By SFTP, whose files do not tell where a seek has led."""
+    """The files are on SFTP, where ``seek`` does not return the new position."""
     config, home = Path(testbed.inventory.ssh_config), f"{testbed.inventory.user_home}/{tmp_path.name}"
     with (
         SshConnection.open(SshTarget("h0"), config_path=config) as connection,
@@ -947,7 +947,7 @@ def test_checkpoint_and_safetensors_go_to_a_host_and_come_back(testbed: Testbed,
 def test_file_that_became_a_link_since_it_was_listed_is_not_read(
     saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In a folder of a group others exchange it: the next save would show them what only the user can read."""
+    """Others can exchange a file in a group's folder; the next save would show them what only the user may read."""
     data, listed = the_file(saved, 3, "rank-*"), catalog._read_entries
     (tmp_path / "private").write_bytes(data.read_bytes())
 
@@ -964,7 +964,7 @@ def test_file_that_became_a_link_since_it_was_listed_is_not_read(
 
 
 def test_part_of_a_tensor_is_one_of_its_file(saved: Path) -> None:
-    """Else an index could name the bytes of any file, as a tensor that the next save writes out."""
+    """Otherwise an index could name any bytes of a file as a tensor, and the next save would write them out."""
 
     def change(index: dict[str, Any]) -> None:
         name = next(name for name, (_, shape, _) in index["tensors"].items() if name.startswith("model/") and shape)
@@ -977,7 +977,7 @@ def test_part_of_a_tensor_is_one_of_its_file(saved: Path) -> None:
 
 
 def test_save_after_one_that_says_it_is_the_last_removes_nothing(tmp_path: Path) -> None:
-    """Another user may have left it in a folder that all can write."""
+    """Another user may have left such a checkpoint in a world-writable folder."""
     training.save(str(tmp_path), filled(1), step=1)
     (tmp_path / "step-00000099").mkdir()
     for file in (tmp_path / "step-00000001").iterdir():
@@ -1008,7 +1008,7 @@ def test_indices_of_a_data_set_can_be_kept(tmp_path: Path) -> None:
 
 
 def test_folder_is_listed_once_however_many_are_damaged(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of each the note is read: else the time would go with the square of how many there are."""
+    """A listing reads every note, so one listing for each damaged checkpoint would take quadratic time."""
     listed: list[Location] = []
     list_them = checkpoint.list_checkpoints
     monkeypatch.setattr(checkpoint, "list_checkpoints", lambda place: listed.append(place) or list_them(place))
@@ -1021,7 +1021,7 @@ def test_folder_is_listed_once_however_many_are_damaged(saved: Path, monkeypatch
 
 
 def test_nothing_is_unpickled(saved: Path, tmp_path: Path) -> None:
-    """A pickle in the place of every file, of the same size where sizes are looked at, is never run."""
+    """A pickle in the place of any file is never run, even if it has the size that the note gives for the file."""
 
     class Evil:
         def __reduce__(self) -> Any:
@@ -1111,7 +1111,7 @@ def test_index_of_others_says_nothing_that_it_cannot(saved: Path, change: Callab
 
 
 def test_list_of_checkpoints_does_not_keep_what_is_in_them(tmp_path: Path) -> None:
-    """There may be many, each with the order of a data set."""
+    """There may be many checkpoints, each with the sample order of a data set."""
     training.save(str(tmp_path), filled(1), step=1, data_position=list(range(100_000)))
     assert len(pickle.dumps(training.checkpoints(str(tmp_path)))) < 10_000
 
@@ -1142,7 +1142,7 @@ KINDS: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
 
 
 def unchanged(model: nn.Module, *others: Any) -> Callable[[], bool]:
-    """Asked later, whether all is as it is now."""
+    """Return a function that returns whether the state of all arguments is still as it is now."""
 
     def look() -> list[str]:
         return [repr(each.state_dict()) for each in (model, *others)] + [repr(torch.get_rng_state().tolist())]
@@ -1153,7 +1153,7 @@ def unchanged(model: nn.Module, *others: Any) -> Callable[[], bool]:
 
 @pytest.mark.parametrize("has_kind", [True, False])
 def test_state_of_another_kind_of_scheduler_changes_nothing(tmp_path: Path, has_kind: bool) -> None:
-    """Also where the checkpoint is one of before it kept the kind; one of the same kind is loaded then."""
+    """This holds for older checkpoints without the kind too; they can be loaded into a scheduler of the same kind."""
     model = filled(1)
     for saved_kind, make in KINDS.items():
         sgd = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -1223,7 +1223,7 @@ def test_scheduler_of_ones_own_that_does_not_take_its_state_changes_nothing(tmp_
 
 
 def interrupt_after(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, *, at: int = 1) -> None:
-    """Send this process a SIGINT at the end of that call of a function."""
+    """Send SIGINT to this process at the end of call number ``at`` of a function."""
     call, numbers = getattr(owner, name), itertools.count(1)
 
     def then_interrupt(*args: Any, **kwargs: Any) -> Any:
@@ -1274,7 +1274,7 @@ def test_interrupt_of_a_load_comes_when_all_is_loaded(
 def test_stop_of_a_load_before_the_model_is_read_changes_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: str
 ) -> None:
-    """As it meets a rank, whose interrupts are not held while it waits for others."""
+    """As on a rank, where an interrupt arrives at once while it waits for the others."""
     model, other = filled(1), filled(0)
     training.save(str(tmp_path), model, *scheduled(model, 2), step=1)
     others = scheduled(other, 5)
@@ -1305,7 +1305,7 @@ def stepped(model: nn.Module, *, by: torch.optim.Optimizer | None = None) -> tor
 
 
 def test_state_of_an_optimizer_that_lacks_something_changes_nothing(tmp_path: Path) -> None:
-    """As one flipped bit of a key does it, where there are no digests."""
+    """One flipped bit in a key has this effect, where there are no digests."""
     model = filled(1)
     adam = stepped(model)
     training.save(str(tmp_path), model, adam, step=1)
@@ -1357,7 +1357,7 @@ NAN = float("nan")
     ids=repr,
 )
 def test_option_that_is_no_number_comes_back(tmp_path: Path, value: Any) -> None:
-    """A best loss of nan: it is not equal to itself."""
+    """An example is a best loss of nan, which is not equal to itself."""
     model = filled(1)
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
     sgd.param_groups[0]["best"] = value
@@ -1387,7 +1387,7 @@ def test_options_that_are_not_the_same_are_told(tmp_path: Path, first: Any, seco
 
 @pytest.mark.parametrize("rest", [[10**8, 0, 0.0], [-1, 0, 0.0], [625, 0, 0.0], [True, 0, 0.0], [3, 0, "x"], [3], 5])
 def test_place_in_random_numbers_that_none_has_is_told(saved: Path, rest: Any) -> None:
-    """numpy takes any, and ends the process with the next number, or reads memory of others."""
+    """numpy accepts any position, and then ends the process with the next number or reads memory of others."""
     import numpy as np
 
     rewrite(saved, 3, index=lambda index: index["values"].update({"random/0/numpy_rest": rest}))
@@ -1400,7 +1400,7 @@ def test_place_in_random_numbers_that_none_has_is_told(saved: Path, rest: Any) -
 
 @pytest.mark.parametrize("left, following", [(624, 1 << 9), (624, 2), (0, 0), (-1, 5), (1 << 30, 1)])
 def test_place_in_the_random_numbers_of_torch_that_none_has_is_refused(left: int, following: int) -> None:
-    """Torch would take what lies behind its numbers for some."""
+    """Otherwise torch would take the memory after its numbers for random numbers."""
     state = random_state()
     state["torch"][8:24] = torch.tensor(list(struct.pack("=iiQ", left, 1, following)), dtype=torch.uint8)
     with pytest.raises(ValueError, match="invalid state of torch's generator"):
@@ -1408,7 +1408,7 @@ def test_place_in_the_random_numbers_of_torch_that_none_has_is_refused(left: int
 
 
 def test_state_of_an_optimizer_of_very_many_keys_is_damage() -> None:
-    """A small file would take any memory: several names may be of the same bytes."""
+    """Several names may refer to the same bytes, so that a small file could take any amount of memory."""
     model = nn.Linear(2, 1)
     names = [f"optimizer/state.weight.k{number}" for number in range(100)]
     chunks = {name: [((0,), "file", tensor_files.Piece(torch.float32, (1,), 0, 4))] for name in names}
@@ -1418,7 +1418,7 @@ def test_state_of_an_optimizer_of_very_many_keys_is_damage() -> None:
 
 
 def larger(file: Path, name: str, shape: list[int]) -> Callable[[dict[str, Any]], object]:
-    """The index names a tensor of bytes of this shape, which a file of holes beside has, without a disk for it."""
+    """Return a change to an index that names a byte tensor of this shape; write a sparse file that has its size."""
     size = torch.Size(shape).numel()
     header = json.dumps({name: {"dtype": "U8", "shape": shape, "data_offsets": [0, size]}}).encode()
     header = len(header).to_bytes(8, "little") + header
@@ -1491,9 +1491,9 @@ def test_error_in_the_background_is_raised_by_the_next_call(saved: Path) -> None
     with pytest.raises(DetrainError, match="step-00000004"):
         failing.result(20)
     assert failing.is_done and "failed" in repr(failing)
-    training.save(str(saved), filled(5), step=5, is_async=True)  # the error was told once
+    training.save(str(saved), filled(5), step=5, is_async=True)  # the error is raised only once
     with pytest.warns(UserWarning, match="step-00000004 was skipped: it is not a folder"):
-        assert training.load(str(saved), filled(0)).step == 5  # the save was waited for
+        assert training.load(str(saved), filled(0)).step == 5  # the load has waited for the save
     training.save(str(saved), filled(4), step=4, is_async=True)
     with pytest.raises(DetrainError, match="step-00000004"):
         training.save(str(saved), filled(6), step=6)
@@ -1508,7 +1508,7 @@ def test_save_waits_for_the_one_under_way(tmp_path: Path) -> None:
 
 
 def test_save_in_the_background_has_what_was_there_when_it_was_called(tmp_path: Path) -> None:
-    """Its copies serve the next one too: also for a tensor that has grown since, and no longer than it lives."""
+    """The next save reuses the copies, even of a tensor that has grown since; a copy is freed with its tensor."""
     model, back = nn.Linear(3, 3), nn.Linear(3, 3)
     model.register_buffer("seen", torch.zeros(2))
     for step in range(1, 4):
@@ -1522,7 +1522,7 @@ def test_save_in_the_background_has_what_was_there_when_it_was_called(tmp_path: 
         assert training.load(str(tmp_path), back).step == step
         assert all(bool((value == step).all()) for value in back.state_dict().values()), step
         model.seen.resize_(2 + step)
-    gc.collect()  # what other tests have left
+    gc.collect()  # free what other tests have left
     kept = len(_copies())
     del model, value
     gc.collect()
@@ -1558,7 +1558,7 @@ def test_exported_file_has_the_whole_model_and_goes_into_any_layout(
 
 
 def test_files_of_safetensors_are_read_and_cut(tmp_path: Path) -> None:
-    """Written by the library itself; cut into several, in whose place one comes again."""
+    """The safetensors library wrote the file; an export makes several files, and a later one replaces them by one."""
     from safetensors.torch import load_file, save_file
 
     model, other = filled(1).to(torch.bfloat16), filled(2)
@@ -1658,7 +1658,7 @@ def test_header_or_index_in_another_encoding_is_told(tmp_path: Path, encoding: s
 
 @pytest.mark.timeout(60)
 def test_index_that_an_export_replaces_is_not_parsed_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Others may have written it; files that it names beyond any number of parts stay."""
+    """Others may have written the index; if it has too many values, the files that it names are kept."""
     monkeypatch.setattr(safetensors_export, "MOST_INDEX_VALUES", 1000)
     part = tmp_path / "model-00009-of-00009.safetensors"
     for rest, is_kept in (([[]] * 2000, True), ([], False)):
@@ -1700,7 +1700,7 @@ def test_export_removes_what_an_earlier_one_has_written_and_nothing_else(tmp_pat
     (tmp_path / "model.safetensors").unlink()
     names = training.export_safetensors(str(tmp_path), model, most_file_bytes=80)
     (tmp_path / "model.safetensors.index.json").write_text("[]")
-    kept |= {name for name in names if "-of-" in name}  # nobody can say whose they are
+    kept |= {name for name in names if "-of-" in name}  # without their index, their origin is unknown
     names = training.export_safetensors(str(tmp_path), model)
     assert set(os.listdir(tmp_path)) == {*names, *kept}
 

@@ -1,4 +1,4 @@
-"""Damaged checkpoints: nothing of what is given changes, on any rank, and the one before is loaded."""
+"""Damaged checkpoints: a load refuses them before anything changes on any rank, and takes the checkpoint before."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ MIB = 1 << 20
 
 @pytest.fixture(scope="module")
 def both(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Steps 1 and 2 of one process."""
+    """Return a folder with steps 1 and 2 of one process."""
     folder = tmp_path_factory.mktemp("both")
     on_ranks.save_twice("one", str(folder))
     return folder
@@ -46,21 +46,21 @@ def both(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def run() -> on_ranks.Run:
-    """Whatever is refused leaves it as it is: one is enough."""
+    """Return one run for all tests: a load that is refused leaves it unchanged."""
     started = on_ranks.Run("one", seed=7)
     started.train(1)
     return started
 
 
 def require_refusal(run: on_ranks.Run, both: Path, file: Path, *, is_named: bool = True) -> None:
-    """Step 2 is refused by the name of ``file``, and nothing has changed."""
+    """Check that step 2 is refused with the name of ``file``, and that the run is unchanged."""
     said, is_unchanged = on_ranks.load_damaged("one", str(both), 2, run)
     assert is_unchanged and said.startswith("DetrainError: ") and "step-00000002 is damaged" in said
     assert not is_named or file.name in said
 
 
 def require_the_one_before(run: on_ranks.Run, both: Path, file: Path, *, is_named: bool = True) -> None:
-    """And step 1 comes instead, bit for bit."""
+    """Check that step 2 is refused, and that step 1 is loaded instead, bit for bit."""
     require_refusal(run, both, file, is_named=is_named)
     step, notes, is_step = on_ranks.load_whole("one", str(both))
     assert (step, is_step, len(notes)) == (1, True, 1) and "step-00000002 was skipped" in notes[0]
@@ -92,7 +92,7 @@ def test_file_that_is_cut_off_anywhere_is_found(run: on_ranks.Run, both: Path, d
 @settings(max_examples=20, deadline=None)
 @given(data=some.data())
 def test_bytes_that_are_others_are_found(run: on_ranks.Run, both: Path, data: some.DataObject) -> None:
-    """As a disk gives a block of zeros back, or one of another file."""
+    """A disk may return a block of zeros, or a block of another file."""
     file = data.draw(some.sampled_from(files_of(both)))
     whole, pattern = file.read_bytes(), f"{file.name.partition('-')[0]}*"
     other = data.draw(some.sampled_from([bytes(len(whole)), the_file(both, 1, pattern).read_bytes()]))
@@ -124,7 +124,7 @@ def weights(rows: int) -> nn.Module:
 
 
 def test_checkpoint_of_before_there_were_digests_is_loaded() -> None:
-    """Saved by the program as it was then."""
+    """A version of the program from before digests saved this checkpoint."""
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9)
     found = training.load(str(HERE / "checkpoint_of_format_1"), model, optimizer)
@@ -134,7 +134,7 @@ def test_checkpoint_of_before_there_were_digests_is_loaded() -> None:
 
 
 def test_checkpoint_does_not_become_one_of_before(run: on_ranks.Run, both: Path) -> None:
-    """Else one damaged byte, or a copy without its last line, would be taken as it is."""
+    """Otherwise one damaged byte, or a copy without its last line, would be loaded without any check."""
     file = the_file(both, 2, "checkpoint.json")
     text = file.read_bytes()
     for harmed in (text[: text.rindex(b",")] + b"\n}", text.replace(b'"crc32"', b'"crc33"')):
@@ -163,9 +163,9 @@ def test_what_is_read_for_a_part_is_made_of_blocks(size: int, ends: tuple[int, i
 
 
 def test_parts_that_begin_within_a_block_are_read_right(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows of 2 KiB, of which a block ends within one: saved whole, read in thirds by their own offsets.
+    """Rows have 2000 bytes, so a block of 1 MiB ends within a row; the whole tensor is saved, and its thirds are read.
 
-    Two blocks at a time, and its five blocks need three reads; of each, damage in its last block is found.
+    A read has at most two blocks, so the five blocks need three reads. Damage in the last block of each read is found.
     """
     monkeypatch.setattr(tensor_files, "_READ_BYTES", 2 * MIB)
     model = nn.Linear(500, 2500, bias=False)
@@ -189,7 +189,7 @@ def test_parts_that_begin_within_a_block_are_read_right(tmp_path: Path, monkeypa
 
 
 def test_file_that_changes_after_it_was_compared_is_told(both: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The model has parts of both then: nobody may take it for one of them."""
+    """The model then has parts of both versions of the file, and the error must say so."""
     file = the_file(both, 2, "rank-*")
     name, begin, _ = pieces_of(file, "model/")[-2]
     find_damage = reading.Reading.find_damage
@@ -206,7 +206,7 @@ def test_file_that_changes_after_it_was_compared_is_told(both: Path, monkeypatch
 
 
 def test_options_that_cannot_be_are_told_before_anything_changes(both: Path) -> None:
-    """Of an optimizer whose one group was two when it was saved."""
+    """The optimizer has one parameter group, but had two when it was saved."""
     run = on_ranks.Run("one", seed=7)
     before = on_ranks.everything(run)
     optimizer = torch.optim.AdamW([each for each in run.model.parameters() if each.requires_grad])
@@ -240,7 +240,7 @@ def test_all_that_are_damaged_are_named_and_one_of_another_model_too(tmp_path: P
 
 
 def test_load_takes_no_memory_for_a_second_model(tmp_path: Path) -> None:
-    """Of ten tensors of 4 MiB: one at a time, among torch's tensors and among Python's bytes."""
+    """Ten tensors of 4 MiB are loaded one at a time, counted among torch's tensors and among Python's bytes."""
     model = nn.ModuleList(nn.Linear(1024, 1024, bias=False) for _ in range(10))
     training.save(str(tmp_path), model, step=1)
     tracemalloc.start()
@@ -254,7 +254,7 @@ def test_load_takes_no_memory_for_a_second_model(tmp_path: Path) -> None:
         tracemalloc.stop()
 
 
-# ---- a Trainer that goes on
+# ---- a Trainer that resumes
 
 
 def trainer(folder: Path, steps: int) -> training.Trainer:
@@ -278,7 +278,7 @@ def test_trainer_goes_on_from_the_one_before_and_warns_once(tmp_path: Path) -> N
 
 
 def test_trainer_with_nothing_but_damage_does_not_begin_anew(tmp_path: Path) -> None:
-    """Its next saves would remove what may still be rescued."""
+    """If it started over, its next saves would remove what may still be rescued."""
     trainer(tmp_path, 1).fit()
     harms: list[tuple[str, Callable[[bytes], bytes]]]
     harms = [("rank-*", flip(-1)), ("rank-*", lambda whole: whole[:-1]), ("checkpoint.json", flip(5))]
@@ -302,7 +302,7 @@ def test_trainer_with_nothing_but_damage_does_not_begin_anew(tmp_path: Path) -> 
 def test_checkpoint_whose_note_is_no_file_is_not_taken_for_an_unfinished_one(
     tmp_path: Path, harm: str, said: str
 ) -> None:
-    """dvc and git-annex put links in the place of files; training would begin anew, and remove the tensors."""
+    """dvc and git-annex replace files by links; if training started over, it would remove the tensors."""
     trainer(tmp_path, 1).fit()
     folder, elsewhere = tmp_path / "step-00000001", tmp_path / "elsewhere"
     elsewhere.mkdir()

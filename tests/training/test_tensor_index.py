@@ -19,7 +19,7 @@ from detrain_nb.training.plain import from_json
 from detrain_nb.training.tensor_files import Piece
 from detrain_nb.training.tensor_index import TensorIndex
 
-Part = tuple[tuple[int, ...], tuple[int, ...]]  # where it begins, how large it is
+Part = tuple[tuple[int, ...], tuple[int, ...]]  # its offsets and its sizes
 
 
 def index_of(shape: tuple[int, ...], parts: list[Part]) -> TensorIndex:
@@ -33,7 +33,7 @@ def index_of(shape: tuple[int, ...], parts: list[Part]) -> TensorIndex:
 
 @some.composite
 def grids(draw: some.DrawFn) -> tuple[tuple[int, ...], list[Part]]:
-    """A shape, and parts that cover it: a grid as shards of a mesh make one, some of them without an element."""
+    """Draw a shape and a grid of parts that covers it, as shards of a mesh do; some parts may have no elements."""
     cuts = draw(some.lists(some.lists(some.integers(0, 3), min_size=1, max_size=3), min_size=1, max_size=3))
     shape = tuple(map(sum, cuts))
     ends = [list(itertools.accumulate(sizes, initial=0)) for sizes in cuts]
@@ -64,7 +64,7 @@ def test_part_in_the_place_of_another_is_refused(
 
 
 def test_parts_that_are_no_grid_are_taken() -> None:
-    """Five around a middle: no line goes through the whole."""
+    """Four parts surround a fifth in the middle, so no straight cut goes through the whole tensor."""
     spiral = [((0, 0), (1, 2)), ((0, 2), (2, 1)), ((2, 1), (1, 2)), ((1, 0), (2, 1)), ((1, 1), (1, 1))]
     assert index_of((3, 3), spiral).shape("w") == (3, 3)
 
@@ -72,7 +72,7 @@ def test_parts_that_are_no_grid_are_taken() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(60)
 def test_many_parts_cut_along_many_dimensions_take_no_minutes() -> None:
-    """A mesh of eight axes; an index that others have written may say so."""
+    """A mesh of eight axes can have as many parts, and an index that others wrote may list them."""
     cuts = list(itertools.product(range(4), repeat=8))[: 4**8]
     parts: list[Part] = [(begin, (1,) * 8) for begin in cuts]
     assert index_of((4,) * 8, parts).shape("w") == (4,) * 8
@@ -82,7 +82,7 @@ def test_many_parts_cut_along_many_dimensions_take_no_minutes() -> None:
 
 
 def test_parts_that_are_no_grid_are_taken_along_four_dimensions_and_refused_along_more() -> None:
-    """Each would have two corners along each of them. A spiral of one in another is none along any."""
+    """A part has two corners along each dimension; a product of spirals is a grid along none of its dimensions."""
     spiral = [((0, 0), (1, 2)), ((0, 2), (2, 1)), ((2, 1), (1, 2)), ((1, 0), (2, 1)), ((1, 1), (1, 1))]
 
     def of_spirals(count: int) -> list[Part]:
@@ -98,7 +98,7 @@ def test_parts_that_are_no_grid_are_taken_along_four_dimensions_and_refused_alon
 
 
 def test_parts_of_the_same_bytes_are_refused() -> None:
-    """Else an index of some MB would make a tensor of any size of a file of one."""
+    """Otherwise an index of a few MB could turn a small file into a tensor of any size."""
     chunks = [((at, 0), "file", Piece(torch.uint8, (1, 4), 8, 12)) for at in range(3)]
     with pytest.raises(ValueError, match="parts of 'w' share the same bytes"):
         TensorIndex.of({"w": (3, 4)}, {"w": chunks}, {})
@@ -115,7 +115,7 @@ def test_index_of_more_than_any_has_is_not_parsed(tmp_path: Path, text: str, mon
 
 @pytest.mark.parametrize("encoding", ["utf-16-le", "utf-16-be", "utf-16", "utf-32-le", "utf-32-be", "utf-32"])
 def test_values_are_not_hidden_in_another_encoding(encoding: str) -> None:
-    """One U+2200, or U+0022 that is no byte of its own, looks like the begin of a string."""
+    """The bytes of U+2200, or of a quote that has more than one byte, look like the beginning of a string."""
     text = '["\u2200",' + ",".join(["[]"] * 2000) + "]"
     with pytest.raises(ValueError):
         plain.parse_json(text.encode(encoding), most_values=1000)
@@ -131,7 +131,7 @@ def test_text_that_is_no_utf_8_is_not_taken(text: bytes) -> None:
 
 
 def test_name_of_a_dtype_imports_nothing() -> None:
-    """torch imports some of its modules when they are asked for."""
+    """torch imports some of its modules when they are accessed as attributes."""
     assert from_json({"$dtype": "bfloat16"}) is torch.bfloat16
     before = set(sys.modules)
     for name in ("_inductor", "onnx", "_export"):
@@ -141,7 +141,7 @@ def test_name_of_a_dtype_imports_nothing() -> None:
 
 
 def test_parts_cut_along_too_many_dimensions_are_refused() -> None:
-    """Halves of halves: 31 parts, whose corners would be 33 billion."""
+    """31 parts, each one half of the rest, would have 33 billion corners."""
     dims = 30
     parts = [
         ((0,) * dim + (1,) + (0,) * (dims - dim - 1), (1,) * (dim + 1) + (2,) * (dims - dim - 1)) for dim in range(dims)
@@ -166,7 +166,7 @@ def test_elements_of_one_hash_are_refused(kind: str) -> None:
 
 
 def test_hashes_are_not_counted_under_numbers_that_a_file_chooses(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in values.py, where it is done."""
+    """Keys are added by ``add_keys`` of values.py, which counts hashes under numbers that the file cannot know."""
     taken: list[int] = []
     monkeypatch.setattr(plain, "add_keys", lambda keys, add: (taken.extend(keys), add(keys, 0)))
     assert from_json({"$set": [1, 2]}) == {1, 2}

@@ -1,4 +1,4 @@
-"""The loop on one process and on ranks: numbers that are global, batches seen once, a stop on what is no number."""
+"""The training loop, on one process and on ranks: metrics are global, each sample is used once, nan stops the loop."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_torn_line_takes_no_other_with_it(metrics: Path) -> None:
     log_metrics(1, loss=1.0)
     with (metrics / "rank-0.jsonl").open("ab") as file:
         file.write(b'{"step": 2, "rank": 0, "loss": ' + b"[" * 200_000 + b"\n")
-        file.write(b'{"step": 2, "lo')  # as a full disk leaves it
+        file.write(b'{"step": 2, "lo')  # as after a full disk
     log_metrics(3, loss=3.0)
     assert [line["step"] for line in read_metrics()] == [1, 3]
     with pytest.raises(SpecError, match="the name rank is reserved"):
@@ -57,7 +57,7 @@ def test_torn_line_takes_no_other_with_it(metrics: Path) -> None:
 
 
 def test_metrics_are_written_through_no_link_and_read_from_no_pipe(metrics: Path, tmp_path: Path) -> None:
-    """Where a group can write the folder, others can have put them there."""
+    """In a folder that a group can write to, others can have created these."""
     metrics.mkdir()
     (metrics / "rank-0.jsonl").symlink_to(tmp_path / "profile")
     with pytest.raises(OSError, match="symbolic link"):
@@ -84,7 +84,7 @@ def trainer(**options: Any) -> Trainer:
 
 
 def test_loop_is_that_of_a_book(metrics: Path) -> None:
-    """Bit for bit what one writes by hand, clipping and schedule included."""
+    """Losses and parameters are bit for bit those of a loop by hand, including clipping and a schedule."""
     ours = trainer(clip=0.5, scheduler="cosine", scheduler_options={"warmup_steps": 3})
     result = ours.fit()
     model = net()
@@ -146,7 +146,7 @@ def test_evaluation_is_over_every_sample() -> None:
 
 
 class Labelled(nn.Linear):
-    """As models of transformers do, it has the loss in its output."""
+    """A model with the loss in its output, like those of transformers."""
 
     def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:  # type: ignore[override]
         return {"loss": F.cross_entropy(super().forward(x), labels)}
@@ -159,7 +159,7 @@ class OfLabels(Trainer):
 
 
 def test_evaluation_of_a_model_that_makes_its_loss_is_over_every_sample() -> None:
-    """In microbatches, and with a last batch that is shorter."""
+    """The evaluation runs in microbatches, and its last batch is shorter."""
     data = classes(20)
     model = par.WholeModel(Labelled(8, 3), loss=lambda output, _: output["loss"], num_microbatches=4, device="cpu")
     found = OfLabels(model, train=DataLoader(data, 8), steps=1).evaluate(DataLoader(data, 16))
@@ -183,7 +183,7 @@ def test_target_that_is_forgotten_in_an_evaluation_is_told_on_every_rank() -> No
 
 
 def test_prediction_before_leaves_no_layer_evaluating() -> None:
-    """Of a model that came evaluating, as from_pretrained gives it."""
+    """The model is in evaluation mode at first, as from_pretrained returns it."""
     model = net().eval()
     laid_out = par.WholeModel(model, loss=F.cross_entropy, device="cpu")
     laid_out.predict(classes(4).tensors[0])
@@ -264,7 +264,7 @@ def id_of(given: Any) -> Any:
 
 
 def test_whole_numbers_may_be_floats_and_of_numpy(tmp_path: Path) -> None:
-    """What was taken before the training is taken at its end, too."""
+    """An argument that is accepted before training must also work at its end."""
     ours = trainer(
         steps=np.int64(3),
         keep=2.0,
@@ -327,7 +327,7 @@ def test_callbacks_see_every_step_and_may_stop() -> None:
 
 
 def test_what_was_interrupted_goes_on_as_if_it_had_not_been(tmp_path: Path) -> None:
-    """Dropout, shuffling and the schedule too: losses are equal to the bit."""
+    """This includes dropout, shuffling and the schedule: the losses are equal to the bit."""
 
     def make(steps: int, **options: Any) -> Trainer:
         torch.manual_seed(5)
@@ -336,7 +336,7 @@ def test_what_was_interrupted_goes_on_as_if_it_had_not_been(tmp_path: Path) -> N
 
     whole = make(20).fit()
     first = make(7, checkpoint=str(tmp_path / "saved"), save_every=3).fit()
-    torch.rand(7)  # what happens in between
+    torch.rand(7)  # numbers that are drawn between the two runs
     rest = make(20, checkpoint=str(tmp_path / "saved"))
     result = rest.fit()
     assert first.losses + result.losses == whole.losses
@@ -541,11 +541,11 @@ def test_schedules_rise_stay_and_fall() -> None:
     assert rates("constant", warmup_steps=4) == [0.25, 0.5, 0.75] + [1.0] * 8
 
 
-# ---- how fast it was
+# ---- speed
 
 
 def test_speed_is_told_in_samples_tokens_and_flops(metrics: Path) -> None:
-    """Of batches of 6 and 4 rows, in the result and in the lines; this rank could do 1e9 FLOPs a second."""
+    """Batches have 6 and 4 rows; result and lines have the same figures, for a peak of 1e9 FLOPs a second per rank."""
     data = TensorDataset(torch.randint(0, 11, (10, 7)), torch.zeros(10, dtype=torch.long))
     ours = trainer(model=TokenNet(), train=DataLoader(data, 6), steps=4, flops_per_sample=5e3, peak_flops=1e9)
     result = ours.fit()
@@ -559,7 +559,7 @@ def test_speed_is_told_in_samples_tokens_and_flops(metrics: Path) -> None:
 
 @pytest.mark.parametrize("given", [{}, {"flops_per_sample": 5e3}, {"peak_flops": 1e9}])
 def test_what_is_not_known_of_speed_is_left_out(given: dict[str, float]) -> None:
-    """Rows of floats are no tokens, and a share of FLOPs needs both numbers."""
+    """Rows of floats are no tokens, and the share of peak FLOPs (mfu) needs both numbers."""
     record = trainer(steps=1, **given).fit().history[0]
     assert "samples_per_s" in record and not {"mfu", "tokens_per_s"} & record.keys()
 
@@ -579,7 +579,7 @@ def test_seed_is_that_of_every_generator() -> None:
 
 
 def test_optimizer_and_scheduler_may_be_names_objects_or_functions() -> None:
-    """All three make the same steps; the rates of the last are the halves of a StepLR."""
+    """A name, an object and a function make the same steps; a StepLR given as a function halves the rate."""
     named = trainer(optimizer="sgd", optimizer_options={"lr": 0.2, "momentum": 0.9}, scheduler="linear").fit()
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9)
@@ -641,7 +641,7 @@ def session(two_ranks: Session, tmp_path_factory: pytest.TempPathFactory) -> Ses
 
 @pytest.mark.parametrize("axes", ["dp_replicate", "dp_shard", "pp", "tp"])
 def test_ranks_train_as_one_process_does(session: Session, axes: str, tmp_path: Path) -> None:
-    """103 samples and batches of 10: the last one is uneven. Losses, accuracy, norms are those of all samples."""
+    """103 samples in batches of 10 make the last batch uneven; losses, accuracy and norms are over all samples."""
     found = session.run_cell(f"trainer_ranks.train({{{axes!r}: 2}}, {str(tmp_path)!r})", timeout_s=40).values
     alone = session.run_cell(f"trainer_ranks.train_alone({2 if 'dp' in axes else 1})", ranks=[0]).values[0]
     for rank in range(2):
@@ -699,7 +699,7 @@ def test_one_rank_may_stop_before_the_first_step(session: Session) -> None:
 
 
 def test_prediction_is_on_the_rank_of_the_last_stage(session: Session) -> None:
-    """In evaluation mode, batch by batch; then the layers train again."""
+    """Layers are in evaluation mode during the prediction, batch by batch, and in training mode afterwards."""
     found = session.run_cell("trainer_ranks.predict()", timeout_s=30).values
     assert found[0] == ([], True)
     apart, is_training = found[1]
@@ -714,7 +714,7 @@ def test_optimizer_of_the_users_own_is_of_what_a_rank_has(session: Session, axes
 
 @pytest.mark.parametrize("axes, replicas", [("pp", 1), ("dp_replicate", 2)])
 def test_speed_is_of_all_replicas_and_of_all_ranks(session: Session, axes: str, replicas: int) -> None:
-    """4 rows of 7 tokens in 2 s on each replica; 5000 FLOPs for a row, of 1e9 a second on each rank."""
+    """Each replica has 4 rows of 7 tokens in 2 s; a row takes 5000 FLOPs, and each rank can do 1e9 a second."""
     for record in session.run_cell(f"trainer_ranks.report({axes!r})", timeout_s=30).values.values():
         assert (record["samples_per_s"], record["tokens_per_s"]) == (2 * replicas, 14 * replicas)
         assert record["mfu"] == pytest.approx(3 * 5e3 * 2 * replicas / (2 * 1e9))
@@ -761,7 +761,7 @@ def test_page_of_the_docs_does_what_it_says(session: Session, tmp_path: Path) ->
 @pytest.mark.parametrize("axes", ["pp", "dp_shard"])
 @pytest.mark.parametrize("has_labels", [True, False])
 def test_model_is_called_with_the_labels_that_its_example_had(session: Session, axes: str, has_labels: bool) -> None:
-    """Laid out with a loss of its output, or with one of the target; losses are those of one process."""
+    """The model is laid out with a loss of its output or with one of the target; losses are those of one process."""
     samples = [{"x": x, "labels": y} for x, y in classes(40)]
     expected = by_hand(Headed(), samples)
     found = session.run_cell(f"trainer_ranks.train_on_dicts({axes!r}, {has_labels})", timeout_s=40).values
@@ -774,7 +774,7 @@ def test_targets_of_another_dtype_are_told_on_every_rank(session: Session, axes:
         session.run_cell(f"trainer_ranks.train_on_floats({axes!r})", timeout_s=40)
 
 
-# ---- torchrun starts it again
+# ---- restarts by torchrun
 
 SCRIPT = """
 import os, signal, sys

@@ -58,7 +58,7 @@ def test_dict_trains_as_the_pair_does(name: str) -> None:
 
 
 def test_model_that_makes_its_loss_of_labels_needs_none() -> None:
-    """And is called with what its samples call `label`, as transformers' collators have it."""
+    """Samples may also have the labels as ``label``; the model is called with ``labels``, as with transformers."""
     for name in ("labels", "label"):
         samples = [{"x": each["x"], name: each["y"]} for each in SAMPLES]
         found = trainer(Headed(), samples).fit()
@@ -71,7 +71,7 @@ def test_model_that_makes_its_loss_of_labels_needs_none() -> None:
 
 
 def test_loss_that_is_given_is_of_the_labels_alone() -> None:
-    """The model is not called with them then."""
+    """With a separate loss, the model is called without the labels."""
     samples = [{"x": each["x"], "labels": each["y"]} for each in SAMPLES]
     model = Headed()
     ours = trainer(model, samples, lambda output, target: F.cross_entropy(output["logits"], target))
@@ -80,7 +80,7 @@ def test_loss_that_is_given_is_of_the_labels_alone() -> None:
 
 
 def test_prediction_leaves_the_target_of_a_dict_out() -> None:
-    """And needs none."""
+    """The samples may also have no target."""
     model, x = Keyed(), torch.stack([each["x"] for each in SAMPLES[:8]])
     ours = trainer(model, SAMPLES, F.cross_entropy)
     with torch.no_grad():
@@ -96,7 +96,7 @@ def test_prediction_names_what_the_model_does_not_take() -> None:
 
 
 class Answers(nn.Module):
-    """As models of transformers that find answers: their loss is of where these begin."""
+    """A model with a loss of start positions, like those of transformers that answer questions."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -113,7 +113,7 @@ def test_model_that_makes_its_loss_of_positions_needs_none() -> None:
 
 
 class Shifted(nn.Module):
-    """It looks at the target, and a loss beside it does too."""
+    """A model that is called with the target, which a separate loss uses too."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -133,7 +133,7 @@ def test_model_that_has_to_have_the_target_is_called_with_it() -> None:
 
 
 def test_prediction_of_a_model_that_was_laid_out_with_labels_has_them() -> None:
-    """Its forward does not name them; a stage's never does."""
+    """The forward does not name the labels, as that of a stage never does; ``called_with`` does."""
 
     class AnyKeyword(Keyed):
         def forward(self, x: Tensor, **more: Tensor) -> Tensor:  # type: ignore[override]
@@ -147,7 +147,7 @@ def test_prediction_of_a_model_that_was_laid_out_with_labels_has_them() -> None:
 
 
 def test_any_mapping_is_a_dict() -> None:
-    """As transformers' BatchEncoding is."""
+    """An example is the BatchEncoding of transformers."""
     loader = [UserDict(x=torch.zeros(2, 8), labels=torch.zeros(2, dtype=torch.long))]
     assert len(Trainer(Headed(), train=loader, steps=2, show_progress=False).fit().losses) == 2
 

@@ -1,4 +1,4 @@
-"""What the ranks of a test do: a Trainer on a mesh, and the same on one process."""
+"""Code that the ranks of a test run: a Trainer on a mesh, and the same training in one process."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def net() -> nn.Sequential:
 
 
 class TokenNet(nn.Module):
-    """Takes tokens, whole numbers, as a language model does."""
+    """A model whose inputs are token ids, as those of a language model are."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -78,14 +78,14 @@ def stages() -> par.ParallelModel:
 
 
 def train_on_other_orders() -> None:
-    """Each rank has a sampler of its own making."""
+    """Train with a loader that has another order on each rank."""
     order = torch.randperm(40, generator=torch.Generator().manual_seed(dist.get_rank())).tolist()
     loader = [next(iter(DataLoader(Subset(classes(40), order), 8)))]
     training.Trainer(stages(), train=loader, steps=1, show_progress=False).fit()
 
 
 def train_unequally(axes: str, kind: str) -> None:
-    """The second rank has a batch, an epoch's steps, or a step fewer than the first; or a lower rate."""
+    """Train with one batch or one step fewer on the second rank than on the first, or with a lower learning rate."""
     mesh = par.make_mesh(**{axes: 2}, device_type="cpu")
     model = par.parallelize(net(), mesh, example_inputs=torch.zeros(2, 8), loss=F.cross_entropy, device="cpu")
     fewer = 5 - dist.get_rank()
@@ -115,7 +115,7 @@ def meet_nan() -> None:
 
 
 class Fused(nn.Module):
-    """An MLP whose gate and up projections are one layer: on two ranks its rows lie in another order."""
+    """An MLP whose gate and up projections are one layer, the rows of which have another order on two ranks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -143,7 +143,7 @@ def fused_trainer(tp: int, url: str, *, steps: int) -> training.Trainer:
 
 
 def change_layout(first: int, then: int, url: str) -> tuple[list[float], list[float], float]:
-    """Losses of six steps, three in each layout, those of one layout alone, and how far an exported model is away."""
+    """Return losses of 3 + 3 steps with two sizes of tp, those with tp=1 alone, and the error of an exported model."""
     begun = fused_trainer(first, url, steps=3)
     losses = begun.fit().losses
     training.export_safetensors(url + "-file", begun.model)
@@ -158,7 +158,7 @@ def change_layout(first: int, then: int, url: str) -> tuple[list[float], list[fl
 
 
 def evaluate_unequal_lists() -> None:
-    """Lists are taken as they are: rank 1 would have one batch more than there is on rank 0."""
+    """Evaluate lists, which are not dealt out to the ranks: rank 1 has one batch more than rank 0."""
     mesh = par.make_mesh(dp_shard=2, device_type="cpu")
     model = par.parallelize(net(), mesh, example_inputs=torch.zeros(2, 8), loss=F.cross_entropy, device="cpu")
     batches = list(DataLoader(classes(40), 8))[: 2 + dist.get_rank()]
@@ -172,14 +172,14 @@ class StopsAtOnce(training.Callback):
 
 
 def stop_at_once() -> int:
-    """Only the second rank asks for it: how many steps were made."""
+    """Stop on the second rank only; return the number of steps that were made."""
     loader = DataLoader(classes(20), 10)
     trainer = training.Trainer(stages(), train=loader, steps=2, callbacks=[StopsAtOnce()], show_progress=False)
     return trainer.fit().steps
 
 
 def predict() -> tuple[list[float], bool]:
-    """How far each batch's prediction is from the whole model's, and whether the layers are training afterwards."""
+    """Return the error of each batch's prediction against the whole model, and whether all layers train afterwards."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Dropout(0.5), nn.Linear(16, 3))
     whole = copy.deepcopy(model).eval()
@@ -195,7 +195,7 @@ def predict() -> tuple[list[float], bool]:
 
 
 def optimize(axes: str) -> list[list[float]]:
-    """Losses with SGD by its name, as an object over this rank's parameters, and as a function of them."""
+    """Return the losses with SGD by name, as an object over this rank's parameters, and as a function of them."""
 
     def fit_with(choose: Any, **options: Any) -> list[float]:
         mesh = par.make_mesh(**{axes: 2}, device_type="cpu")
@@ -214,7 +214,7 @@ def optimize(axes: str) -> list[list[float]]:
 
 
 def report(axes: str) -> dict[str, float]:
-    """What a rank says of a step of two seconds, with four rows of tokens on each replica."""
+    """Return what a rank reports of a step of two seconds, with four rows of tokens on each replica."""
     tokens = torch.zeros(4, 7, dtype=torch.long)
     model = par.parallelize(
         TokenNet(), par.make_mesh(**{axes: 2}, device_type="cpu"), example_inputs=tokens, loss=F.cross_entropy,
@@ -234,7 +234,7 @@ def show_bar(axes: str, *, show_progress: bool = True) -> None:
 
 
 class Headed(nn.Module):
-    """As transformers' models do, it makes a loss of labels, if it is given any."""
+    """A model that also returns a loss if it is called with labels, like those of transformers."""
 
     has_had_labels = False
 
