@@ -1,9 +1,10 @@
-"""What `.ci/run` does: every part, even when an earlier one failed; then a test that failed by chance once more.
+"""What `.ci/run` does: run every part, even after one has failed; then rerun tests that may have failed by chance.
 
-At most two failed tests of the whole run are run again, each with its whole module in a fresh pytest; they must pass
-there, and are shown as lines for tests/flaky.toml. Red at once: a third failed test, one that is marked `never_rerun`
-(tests/conftest.py says which), an error in a teardown, and all that is no test's failure: lint, collection, a crash, a
-deadline. Run by any Python 3.11, before there is a virtual environment: the standard library only.
+At most two failed tests of the whole run are rerun. The whole module of each runs in a fresh pytest and must pass
+there; the tests are then printed as lines for tests/flaky.toml. These make the run red at once: a third failed test, a
+test that is marked `never_rerun` (see tests/conftest.py), an error in a teardown, and every failure outside a test:
+lint, collection, a crash, a timeout. Any Python 3.11 runs this before there is a virtual environment: it uses the
+standard library only.
 """
 
 from __future__ import annotations
@@ -27,12 +28,12 @@ MAX_RERUN = 2
 PART_LIMIT_S = 2 * 3600.0
 RERUN_LIMIT_S = 1200.0
 NO_CHANCE = {"teardown": "an error in a teardown", "collect": "could not be collected"}
-TESTS_FAILED = 1  # pytest's status where tests failed and nothing else went wrong
+TESTS_FAILED = 1  # pytest's exit status when tests failed and nothing else went wrong
 
 
 @dataclass(frozen=True)
 class Failure:
-    """One test that failed, in whatever phase; ``why_red`` is empty where it may be run again."""
+    """One test that failed, in any phase; ``why_red`` is empty if it may be rerun."""
 
     part: str
     name: str
@@ -53,11 +54,11 @@ class Part:
     is_passed: bool
     failures: list[Failure] = field(default_factory=list)
     outcomes: dict[str, str] = field(default_factory=dict)
-    why_red: str = ""  # where it failed in a way that is no test's failure
+    why_red: str = ""  # the reason for a failure outside the tests
 
 
 def main(targets: Sequence[str]) -> int:
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # what runs is ended on the way out
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # running commands are stopped on exit
     parts = [_run_part(target) for target in targets]
     failures = [failure for part in parts for failure in part.failures]
     red = _list_red(parts, failures)
@@ -71,7 +72,7 @@ def main(targets: Sequence[str]) -> int:
 
 
 def _run_part(target: str, *, module: str = "", timeout_s: float = PART_LIMIT_S) -> Part:
-    """Run a make target, or of its tests those of one module."""
+    """Run a make target, or only the tests of one module."""
     started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="detrain-ci-") as folder:
         path = Path(folder) / "outcomes"
@@ -91,7 +92,7 @@ def _run_part(target: str, *, module: str = "", timeout_s: float = PART_LIMIT_S)
 
 
 def _read_failure(target: str, line: dict[str, Any]) -> Failure:
-    if line["when"] not in {"setup", "call"}:  # "teardown", "collect"; "???" is a worker's crash
+    if line["when"] not in {"setup", "call"}:  # "teardown" or "collect"; "???" is a crashed worker
         why_red = NO_CHANCE.get(line["when"], "a crash")
     else:
         why_red = "marked never_rerun" if line["never_rerun"] else ""
@@ -99,7 +100,7 @@ def _read_failure(target: str, line: dict[str, Any]) -> Failure:
 
 
 def _explain(status: int, is_unfinished: bool, finished: list[dict[str, Any]]) -> str:
-    """Say why a part failed, unless tests that failed are all of the reason."""
+    """Return why a part failed; empty if failed tests are the only reason."""
     if is_unfinished:
         return "pytest crashed, or was ended"
     odd = [line["exitstatus"] for line in finished if line["exitstatus"] not in {0, TESTS_FAILED}]
@@ -120,7 +121,7 @@ def _list_red(parts: list[Part], failures: list[Failure]) -> list[str]:
 
 
 def _rerun(failures: list[Failure]) -> tuple[list[str], list[Failure]]:
-    """Run the modules of the failed tests again; returns lines that say how it went, and the tests that passed."""
+    """Rerun the modules of the failed tests; returns lines with the results, and the tests that passed."""
     lines, chance = [], []
     for target, module in dict.fromkeys((failure.part, failure.module) for failure in failures):
         print(f"\n.ci/run: once more, {module} of make {target}", flush=True)

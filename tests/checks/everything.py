@@ -1,8 +1,8 @@
-"""`make test-all`: every test, slow and thorough ones too, one room after the other, within 90 minutes.
+"""`make test-all`: run every test, including the slow and thorough ones, room by room, within 90 minutes.
 
-A room is a folder of tests/ that holds tests; `top` is the files beside the folders. Each room has a pytest, a log and
-a verdict in build/test-all/. Called again, it goes on with the rooms that have not passed: a verdict counts as long as
-commit, working tree and PYTEST_ARGS are what they were. Nothing is run a second time to see whether it passes then.
+A room is a folder of tests/ that contains tests; `top` is the files next to the folders. Each room has its own pytest,
+its log and its verdict in build/test-all/. The next call continues with the rooms that have not passed: a verdict is
+valid as long as the commit, the working tree and PYTEST_ARGS are unchanged. No failed test is rerun.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from .processes import GRACE_S, run_until
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT_S = 90 * 60.0
-MIN_ROOM_S = 30.0  # a room that would get less is not begun
+MIN_ROOM_S = 30.0  # a room with less time left is not started
 TOP = "top"
-NO_TESTS = 5  # pytest's status where none was collected
+NO_TESTS = 5  # pytest's exit status when no test was collected
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """How a room went. ``key`` names the state of the tree in which it did; empty where it changed meanwhile."""
+    """Result of a room. ``key`` identifies the tested state of the tree; empty if the tree changed meanwhile."""
 
     room: str
     outcome: str  # "passed", "FAILED", "at the deadline", "not reached"
@@ -49,7 +49,7 @@ class Verdict:
 
 
 def list_rooms(root: Path) -> dict[str, list[str]]:
-    """Return the rooms, by name, with what pytest is to be given for each: paths below the root."""
+    """Return for each room, by name, the arguments for pytest: paths relative to the root."""
     tests = root / "tests"
     rooms = {TOP: [f"tests/{path.name}" for path in sorted(tests.glob("test_*.py"))]}
     for folder in sorted(path for path in tests.iterdir() if path.is_dir()):
@@ -59,7 +59,7 @@ def list_rooms(root: Path) -> dict[str, list[str]]:
 
 
 def read_state(root: Path) -> str:
-    """Return a name for the commit with what differs from it in the working tree, new files included."""
+    """Return a key of the commit and of all differences in the working tree, including new files."""
     digest = hashlib.sha256()
     for question in (["rev-parse", "HEAD"], ["diff", "HEAD", "--binary", "--no-ext-diff"]):
         digest.update(_ask_git(root, *question))
@@ -73,9 +73,9 @@ def read_state(root: Path) -> str:
 def run_rooms(
     root: Path, names: Sequence[str], pytest: Sequence[str], *, is_fresh: bool = False, limit_s: float = LIMIT_S
 ) -> list[Verdict]:
-    """Run the tests of the named rooms, of all where none is named; prints a line for each as it ends.
+    """Run the tests of the named rooms, or of all rooms; prints a line when each room is finished.
 
-    ``pytest`` is the command with its options; the room's paths are added. Raises ValueError where a name is unknown.
+    ``pytest`` is the command with its options; the room's paths are appended. Raises ValueError for an unknown name.
     """
     deadline = time.monotonic() + limit_s
     rooms = list_rooms(root)
@@ -118,7 +118,7 @@ def _run_room(
     )
     ends = [line for line in lines if "finished" in line]
     counts = Counter(outcome for line in ends for outcome in line["outcomes"].values())
-    # A room whose tests are all left out by PYTEST_ARGS has nothing to show, and nothing against it.
+    # A room in which PYTEST_ARGS deselects all tests counts as passed.
     is_passed = bool(ends) and status in {0, NO_TESTS}
     outcome = "at the deadline" if status is None else "passed" if is_passed else "FAILED"
     verdict = Verdict(
@@ -135,7 +135,7 @@ def _run_room(
 
 
 def draw_table(verdicts: Sequence[Verdict]) -> str:
-    """Return a line for each room, and their sum; then what is still to do."""
+    """Return a line for each room and the total; then the rooms that remain."""
     total = Verdict(
         "all",
         "passed" if all(verdict.is_passed for verdict in verdicts) else "FAILED",
@@ -161,7 +161,7 @@ def _read_verdict(folder: Path, name: str) -> Verdict | None:
     path = folder / f"{name}.json"
     try:
         return Verdict(**json.loads(path.read_text(encoding="utf-8")))
-    except (FileNotFoundError, ValueError, TypeError):  # a run that was ended while it wrote, or an older form
+    except (FileNotFoundError, ValueError, TypeError):  # a run that was killed while writing, or an older format
         return None
 
 
@@ -180,7 +180,7 @@ def main() -> int:
     parser.add_argument("--rooms", default="", help="only these, in this order")
     parser.add_argument("pytest_args", nargs="*")
     arguments = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # what runs is ended on the way out
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # running commands are stopped on exit
     pytest = [str(Path(sys.executable).with_name("pytest")), *arguments.pytest_args]
     try:
         verdicts = run_rooms(ROOT, arguments.rooms.replace(",", " ").split(), pytest, is_fresh=arguments.fresh)

@@ -1,6 +1,6 @@
-"""tests/flaky.toml: which tests have failed by chance, and when.
+"""Read tests/flaky.toml: the tests that have failed by chance, with the dates.
 
-`python -m tests.checks.flaky` fails where a test has done so twice.
+`python -m tests.checks.flaky` fails if a test is listed twice.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ class ChanceFailure:
 
 
 def _quote(text: str) -> str:
-    """Write a string of TOML: JSON escapes alike, save DEL; half a surrogate pair is in neither."""
+    """Write a TOML string: JSON escapes are the same except for DEL; lone surrogates, invalid in both, are replaced."""
     whole = text.encode("utf-8", "replace").decode("utf-8")
     return json.dumps(whole, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def read_flaky(path: Path = FLAKY) -> list[ChanceFailure]:
-    """Read the lines; raises ValueError where the file is not of its form."""
+    """Read the lines; raises ValueError if the file has another form."""
     try:
         found = tomllib.loads(path.read_text(encoding="utf-8"))
     except tomllib.TOMLDecodeError as exc:
@@ -52,7 +52,7 @@ def read_flaky(path: Path = FLAKY) -> list[ChanceFailure]:
 
 
 def list_repeated(failures: Iterable[ChanceFailure]) -> list[str]:
-    """Return a line for each test that stands there more than once."""
+    """Return a line for each test that is listed more than once."""
     by_name: dict[str, list[ChanceFailure]] = {}
     for failure in failures:
         by_name.setdefault(failure.name, []).append(failure)

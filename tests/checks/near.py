@@ -1,8 +1,8 @@
-"""`make test-near`: the quick tests near what a change touches, for whoever makes it. It decides nothing.
+"""`make test-near`: run the quick tests near a change, for the person who makes it. The result decides nothing.
 
-Near are, in this order: the tests that changed themselves; those of the rooms of changed files; those of the rooms one
-arrow above, which import such a room with no other room between them (docs/design.md says who may). Whoever comes
-further up, and what is slow, is left to `make test`, `make test-slow` and CI.
+The order is: the tests that changed themselves; the tests of the rooms of changed files; the tests of the rooms one
+arrow above, which import such a room without another room in between (docs/design.md has the arrows). Rooms further up
+and slow tests are left to `make test`, `make test-slow` and CI.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ..test_layout import MAPPED, PACKAGE, Rules, read_rules
 ROOT = Path(__file__).resolve().parents[2]
 QUICK = "not slow and not thorough"
 
-# What is in no room, and the tests that look at it: a folder ends with a slash.
+# Files outside the rooms, and the tests that check them. A folder ends with a slash.
 BESIDE_THE_ROOMS = {
     ".ci/": ["tests/test_ci.py", "tests/test_setup.py"],
     ".pre-commit-config.yaml": ["tests/test_ci.py"],
@@ -40,7 +40,7 @@ BESIDE_ROOMS_OF_THE_PACKAGE = {"__init__": ["tests/test_environment.py"], "__mai
 
 
 def list_changed(root: Path, base: str) -> list[str]:
-    """Return the files that differ from ``base``, with those that git does not know yet and those that are gone."""
+    """Return the files that differ from ``base``, including untracked and deleted ones."""
     asked = (
         ["diff", "--name-only", "--no-renames", "--relative", "-z", "--end-of-options", base, "--"],
         ["ls-files", "--others", "--exclude-standard", "-z"],
@@ -55,9 +55,9 @@ def list_changed(root: Path, base: str) -> list[str]:
 
 
 def list_near(changed: Iterable[str], tree: Iterable[str], rules: Rules) -> list[str]:
-    """Return the test modules of ``tree`` that are near the changed files, the nearest first, each once.
+    """Return the test modules of ``tree`` that are near the changed files, nearest first, without repetition.
 
-    ``changed`` and ``tree`` are paths below the root, as git writes them.
+    ``changed`` and ``tree`` are paths relative to the root, as git writes them.
     """
     changed = list(changed)
     tests = sorted(name for name in tree if is_test(name))
@@ -72,7 +72,7 @@ def list_near(changed: Iterable[str], tree: Iterable[str], rules: Rules) -> list
 
 
 def room_of(name: str) -> str:
-    """Return the room a file of the package, or a mapped folder, is in; "" for any other."""
+    """Return the room of a file of the package or of a mapped folder; "" for any other file."""
     first, *rest = PurePosixPath(name).parts
     if first in MAPPED and rest:
         return first
@@ -80,12 +80,12 @@ def room_of(name: str) -> str:
 
 
 def list_importers(room: str, rules: Rules, present: set[str]) -> list[str]:
-    """Return the rooms one arrow above: they may import ``room``, and no room between that is there may."""
+    """Return the rooms one arrow above: they may import ``room``, and no room in between may."""
     may = rules.may_import
     over = [other for other in may if other != room and room in may[other] and other in present]
 
     def is_between(middle: str, other: str) -> bool:
-        return middle in may[other] and other not in may[middle]  # those of one line may import each other
+        return middle in may[other] and other not in may[middle]  # rooms of one line may import each other
 
     return [other for other in over if not any(is_between(middle, other) for middle in over)]
 
@@ -104,7 +104,7 @@ def _list_places(room: str) -> list[str]:
 
 
 def _list_beside(name: str) -> Iterator[str]:
-    """Yield where the tests are of a file that is in no room; what a room's tests share is near to all of them."""
+    """Yield the tests of a file that is in no room; a file that the tests of a room share is near all of them."""
     for place, tests in BESIDE_THE_ROOMS.items():
         if name == place or _is_below(name, place):
             yield from tests
@@ -134,8 +134,8 @@ def main(base: str, *pytest_args: str) -> int:
 
 
 def _become_pytest(arguments: list[str]) -> NoReturn:
-    """A stop that is pressed then reaches pytest alone, which ends what its tests have started."""
-    pytest = Path(sys.executable).with_name("pytest")  # not `python -m pytest`, which would find bare `magics`
+    """Replace this process by pytest, so that Ctrl-C reaches only pytest, which stops what its tests have started."""
+    pytest = Path(sys.executable).with_name("pytest")  # `python -m pytest` would import bare `magics`
     os.chdir(ROOT)
     os.execv(pytest, [str(pytest), *arguments])
 

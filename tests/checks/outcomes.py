@@ -1,7 +1,7 @@
-"""A plugin: writes how each test went as JSON lines, for what runs pytest and decides by it (ci.py, everything.py).
+"""A plugin that writes the outcome of each test as JSON lines, for ci.py and everything.py.
 
-The file is named by DETRAIN_NB_OUTCOMES. Each pytest adds a line when it starts and one when it ends: one that crashed
-has no second line. Under pytest-xdist the process that hands out the tests writes; its workers do not.
+DETRAIN_NB_OUTCOMES names the file. Each pytest adds a line when it starts and one when it finishes; a pytest that
+crashed has no second line. Under pytest-xdist only the controller writes, not the workers.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 
 VARIABLE = "DETRAIN_NB_OUTCOMES"
-MAX_ERROR = 200  # characters: one line of a log
+MAX_ERROR = 200  # characters, to fit one line of a log
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    path = os.environ.pop(VARIABLE, None)  # workers, and tests that run pytest themselves, write nothing
+    path = os.environ.pop(VARIABLE, None)  # workers, and tests that run pytest themselves, must not write
     if path:
         config.pluginmanager.register(_Recorder(Path(path)), "outcomes")
 
@@ -33,7 +33,7 @@ class _Recorder:
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.failed:
             self._fail(report, report.when or "", is_never_rerun="never_rerun" in report.keywords)
-        has_passed = report.passed and report.when == "call"  # one that was ended in its call is no pass
+        has_passed = report.passed and report.when == "call"  # a test that was interrupted in its call has not passed
         if report.failed or (self._outcomes.get(report.nodeid) != "failed" and (has_passed or report.skipped)):
             self._outcomes[report.nodeid] = report.outcome
 
@@ -56,7 +56,7 @@ class _Recorder:
 
 
 def _say_error(report: pytest.TestReport | pytest.CollectReport) -> str:
-    """Return what the last line of a traceback begins with: the exception, and the first line of what it says."""
+    """Return the start of a traceback's last line: the exception and the first line of its message."""
     crash = getattr(report.longrepr, "reprcrash", None)
     lines = [line for line in (crash.message if crash else str(report.longrepr)).splitlines() if line.strip()]
     line = (lines[0] if crash else lines[-1]) if lines else "no error was given"

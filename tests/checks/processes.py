@@ -1,4 +1,4 @@
-"""A command that ends: by itself, or at its deadline, with its process group."""
+"""Run a command until it exits or reaches its deadline; its process group is then stopped."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
-GRACE_S = 60.0  # to end sessions and hosts of tests, after it was asked to stop
+GRACE_S = 60.0  # for tests to stop their sessions and hosts after SIGINT
 
 
 def run_until(
@@ -22,7 +22,7 @@ def run_until(
     folder: Path | None = None,
     grace_s: float = GRACE_S,
 ) -> int | None:
-    """Run a command, its output to ours or to a file; returns its status, or None where the deadline ended it."""
+    """Run a command with its output in ours or in a file; returns its exit status, or None after the deadline."""
     process = subprocess.Popen(
         command,
         cwd=folder,
@@ -30,7 +30,7 @@ def run_until(
         stdin=subprocess.DEVNULL,
         stdout=output,
         stderr=subprocess.STDOUT if output else None,
-        start_new_session=True,  # so that the deadline ends make and pytest together
+        start_new_session=True,  # the deadline then stops make and pytest together
     )
     try:
         return process.wait(timeout_s)
@@ -41,7 +41,7 @@ def run_until(
 
 
 def _end(process: subprocess.Popen[bytes], grace_s: float) -> None:
-    """Stop what runs as Ctrl-C would, then end what did not stop."""
+    """Send SIGINT, as Ctrl-C does, then SIGKILL if the group is still running."""
     if process.poll() is None:
         os.killpg(process.pid, signal.SIGINT)
         with contextlib.suppress(subprocess.TimeoutExpired):

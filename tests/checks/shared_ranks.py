@@ -1,10 +1,10 @@
-"""Ranks that the modules of a room share: to start them, and to import on them, takes as long as thirty tests do.
+"""Ranks that the modules of a room share: starting them and importing on them takes as long as thirty tests.
 
-Each module finds them without the names of the one before, or others where that one has left them unable to go on.
-They end with the room: tests of other rooms look whether a session is left.
+Each module finds the ranks without the names of the previous module. If that module left them unusable, it gets other
+ranks. They are stopped at the end of the room, because tests of other rooms check that no session is left.
 
-A rank that is lost costs one test: the one in which it was lost fails, and says how it ended. Before the next test all
-ranks begin anew, and run again what the fixtures of the module have run on them.
+A lost rank costs one test: the test in which it was lost fails and reports how the rank died. Before the next test all
+ranks are restarted and run again what the fixtures of the module have run on them.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ _LIMIT_S = 60.0
 
 
 class _SharedRanks:
-    """The ranks of one session, lent to one module after the other."""
+    """Ranks of one session, lent to one module after another."""
 
     def __init__(self, count: int) -> None:
         self.session = Session.start(count, device="cpu")
         self.is_lent = False
-        self.is_over = False  # their room is: they are stopped when they are given back
-        self._fixtures: dict[str, None] = {}  # the cells that fixtures of the module have run, in their order
+        self.is_over = False  # the room is finished: stop them when they are given back
+        self._fixtures: dict[str, None] = {}  # the cells that fixtures of the module have run, in order
         try:
             self._begin()
         except BaseException:
@@ -49,15 +49,15 @@ class _SharedRanks:
         self.pass_over_cells()
 
     def pass_over_cells(self) -> None:
-        """What has been run up to now was not run by a fixture."""
+        """Note that no cell so far belongs to a fixture."""
         self._num_cells = len(self.session.log.cells)
 
     def note_fixtures(self) -> None:
-        """What has been run since was."""
+        """Note that all cells since ``pass_over_cells`` belong to fixtures."""
         self._fixtures |= dict.fromkeys(cell.code for cell in self.session.log.cells[self._num_cells :])
 
     def describe_lost(self) -> str:
-        """Which ranks were lost since they began, and how they ended; empty where none was."""
+        """Return which ranks were lost since the start, and how they died; empty if none was."""
         state = state_of(self.session)
         fresh = {rank for rank, number in state.incarnations.items() if number != self._incarnations[rank]}
         if not (lost := sorted({*state.lost, *fresh})):
@@ -67,7 +67,7 @@ class _SharedRanks:
         return "\n".join([f"lost of the ranks that modules share: {format_ranks(lost)}", *how])
 
     def begin_anew_if_lost(self) -> str:
-        """Returns ``describe_lost``, and why the ranks could not begin anew, if so."""
+        """Restart the ranks if any was lost; returns ``describe_lost``, and why a restart failed."""
         if not (words := self.describe_lost()):
             return ""
         try:
@@ -78,13 +78,13 @@ class _SharedRanks:
         return words
 
     def give_back(self) -> None:
-        """Take the names of the module away. Raises: DetrainError where the ranks cannot go on."""
+        """Delete the names of the module. Raises: DetrainError if the ranks are unusable."""
         self.is_lent = False
         self._fixtures.clear()
         self.session.run_cell(_END, timeout_s=_LIMIT_S)
 
 
-_shared: dict[int, _SharedRanks] = {}  # by how many they are
+_shared: dict[int, _SharedRanks] = {}  # by the number of ranks
 
 
 def _lent_now() -> list[_SharedRanks]:
@@ -106,7 +106,7 @@ def pytest_runtest_setup() -> Generator[None]:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call() -> Generator[None]:
-    """The test in which a rank is lost fails, or the next one where that was between them."""
+    """Fail the test in which a rank is lost, or the next test if it was lost between two tests."""
     if lost := _begin_anew_where_lost():
         pytest.fail(f"before this test began: {lost}", pytrace=False)
     try:
@@ -119,11 +119,11 @@ def pytest_runtest_call() -> Generator[None]:
         pytest.fail(lost, pytrace=False)
 
 
-@pytest.hookimpl(tryfirst=True)  # a fixture of another room may look at what is left when it ends
+@pytest.hookimpl(tryfirst=True)  # before a fixture of another room checks what is left
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
     if nextitem is None or nextitem.path.parent != item.path.parent:
         for count, ranks in [*_shared.items()]:
-            ranks.is_over = True  # fixtures of the test may use them to their end: then `_lent` stops them
+            ranks.is_over = True  # fixtures of the test may still use the ranks: `_lent` then stops them
             if not ranks.is_lent:
                 _stop(count)
 
@@ -153,7 +153,7 @@ def eight_ranks() -> Iterator[Session]:
 
 
 def _started(count: int) -> Session:
-    """Its ranks import what lies beside the tests."""
+    """Start ranks that can import the modules next to the tests."""
     session = Session.start(count, device="cpu")
     session.run_cell(_IMPORTS, timeout_s=_LIMIT_S)
     return session
@@ -169,7 +169,7 @@ def _lent(count: int) -> Iterator[Session]:
     ranks.is_lent = True
     ranks.pass_over_cells()
     yield ranks.session
-    lost = ranks.describe_lost()  # since the last test
+    lost = ranks.describe_lost()  # after the last test
     try:
         ranks.give_back()
     except DetrainError:

@@ -1,6 +1,6 @@
-"""What the pages of the documentation site may not have: a broken link, or anything loaded from the network.
+"""Find what the pages of the documentation site must not have: broken links, and anything loaded from the network.
 
-`make docs` runs it on the folder that Sphinx has built.
+`make docs` runs this on the folder that Sphinx has built.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
-# Attributes that a browser loads by itself, by the elements that have them; of `link` the kinds that are loaded.
+# Attributes that a browser loads without a click, by element; of `link` only these kinds are loaded.
 LOADED = {
     "audio": ("src",),
     "embed": ("src",),
@@ -32,7 +32,7 @@ IN_STYLE = re.compile(r"(?:url\(|@import)\s*['\"]?(?P<url>[^'\")\s;]+)")
 
 @dataclass
 class Page:
-    """What one page has: its anchors, where its links lead, what a browser loads with it."""
+    """One page: its anchors, the targets of its links, and what a browser loads with it."""
 
     anchors: set[str] = field(default_factory=set)
     links: list[str] = field(default_factory=list)
@@ -78,7 +78,7 @@ def is_remote(url: str) -> bool:
 
 
 def _explain_broken(url: str, path: Path, pages: dict[Path, Page]) -> str:
-    """Say why a link of the page at ``path`` leads nowhere; empty where it leads somewhere, or out of the site."""
+    """Return why a link of the page at ``path`` is broken; empty if it is not, or if it leaves the site."""
     parts = urlsplit(url)
     if parts.scheme or parts.netloc:
         return ""

@@ -1,4 +1,4 @@
-"""A folder of tests with our conftest.py and nothing else, for tests of what runs tests."""
+"""A folder of tests that contains only our conftest.py, for tests of the code that runs tests."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def lay_out_tests(folder: Path) -> Path:
     tests = folder / "tests"
     shutil.copytree(ROOT / "tests/checks", tests / "checks", ignore=shutil.ignore_patterns("__pycache__"))
     (tests / "testbed").mkdir()
-    # There are no sessions; to import these takes a second.
+    # These tests start no sessions, and importing these modules takes a second.
     for of_sessions in ("testbed/fixtures.py", "checks/starts.py", "checks/shared_ranks.py"):
         (tests / of_sessions).write_text("")
     for name in ("conftest.py", "../pyproject.toml"):

@@ -1,5 +1,6 @@
-"""A plugin: how every test of ours runs. Sessions start warm, torch computes in one thread here, and nothing that
-hypothesis tries has a deadline. In `.ci/run` it tries the same each time, so that what fails is news of the change.
+"""A plugin that sets how every test runs: sessions start warm, torch uses one thread in the test process, and
+hypothesis has no deadlines. In `.ci/run` hypothesis tries the same examples each time, so a failure comes from the
+change.
 """
 
 from __future__ import annotations
@@ -16,28 +17,28 @@ from hypothesis import settings
 from detrain_nb import Session
 from detrain_nb.deploy.kept import drop_kept
 
-settings.register_profile(  # a slow disk, or another process, is no failure
+settings.register_profile(  # a slow disk or another process must not fail a test
     "without a clock", deadline=None, derandomize=bool(os.environ.get("DETRAIN_NB_CI"))
 )
 settings.load_profile("without a clock")
 
 
 def pytest_collection_finish() -> None:
-    """Workers and ranks share the processors: threads of torch would wait for each other, and use them up meanwhile."""
+    """Use one thread of torch: workers and ranks share the processors, and more threads would wait for each other."""
     if torch := sys.modules.get("torch"):
         torch.set_num_threads(1)
 
 
 @pytest.fixture(autouse=True, scope="session")
 def warm_starts() -> Iterator[None]:
-    """A session of a test is started as a notebook's second one is: where nothing else is asked for, torch is there."""
+    """Start the sessions of tests as a notebook's second one, with torch preloaded, unless a test sets ``warm_s``."""
     with _started_with(warm_s=600.0):
         yield
 
 
 @pytest.fixture
 def cold_starts() -> Iterator[None]:
-    """Sessions of this test leave nothing behind: as they are by default in plain Python."""
+    """Start sessions that leave no warm process behind, as is the default in plain Python."""
     drop_kept()
     with _started_with(warm_s=0.0):
         yield

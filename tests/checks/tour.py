@@ -1,6 +1,6 @@
-"""docs/tour.md as a notebook: its Python blocks are cells, and the text block behind one is what the cell shows.
+"""Run docs/tour.md as a notebook: its Python blocks are cells, and the text block after a cell is its output.
 
-`python -m tests.checks.tour` runs them and writes the text blocks anew.
+`python -m tests.checks.tour` runs the cells and rewrites the text blocks.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ _VARIES = ((re.compile(r"\(pid \d+\)"), "(pid 12345)"), (re.compile(r"read at [\
 
 
 def read_cells(text: str) -> Iterator[tuple[str, str]]:
-    """Yield the code of each cell, and what the page says that it shows."""
+    """Yield the code of each cell and the output that the page shows for it."""
     for found in _BLOCK.finditer(text):
         yield found["code"], found["shown"] or ""
 
 
 def run_cells(codes: list[str], folder: Path) -> list[str]:
-    """Run the cells in one kernel, in ``folder``; returns what each has shown. A cell that fails stops nothing."""
+    """Run the cells in one kernel, in ``folder``; returns each output. A failing cell does not stop the others."""
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(code) for code in codes])  # type: ignore[no-untyped-call]
     resources = {"metadata": {"path": str(folder)}}
     NotebookClient(notebook, timeout=LIMIT_S, kernel_name="python3", allow_errors=True, resources=resources).execute()
@@ -50,7 +50,7 @@ def _read_output(output: Any) -> str:
 
 
 def write_shown(text: str, shown: list[str]) -> str:
-    """Put what the cells have shown behind them."""
+    """Replace the text block after each cell by the cell's output."""
     outputs = iter(shown)
 
     def replace(found: re.Match[str]) -> str:

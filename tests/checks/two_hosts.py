@@ -1,6 +1,6 @@
-"""docs/two_hosts.md as a notebook on two hosts of a testbed: like the tour, its blocks are cells and what these show.
+"""Run docs/two_hosts.md as a notebook on two hosts of a testbed: like the tour, its blocks are cells and their output.
 
-`python -m tests.checks.two_hosts` runs them and writes the text blocks again. It needs root, as the testbed does.
+`python -m tests.checks.two_hosts` runs the cells and rewrites the text blocks. It needs root, as the testbed does.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ..testbed.testbed import Testbed
 from .tour import TOUR, read_cells, run_cells, write_shown
 
 TWO_HOSTS = TOUR.with_name("two_hosts.md")
-SHARED, NOTEBOOKS, PYTHON = "/mnt/shared", "/home/alice/notebooks", "/opt/venv/bin/python"  # as the page has them
+SHARED, NOTEBOOKS, PYTHON = "/mnt/shared", "/home/alice/notebooks", "/opt/venv/bin/python"  # as on the page
 _NODES_FILE = re.compile(r"```toml\n(.*?)```", re.DOTALL)
 _VARIES = (
     (re.compile(r"kernel-[0-9a-f]{12}"), "kernel-707dd514fcdd"),
@@ -29,9 +29,9 @@ _VARIES = (
 
 
 def run_page(text: str, make_testbed: MakeTestbed, folder: Path) -> list[str]:
-    """Run the cells of ``text`` in ``folder``; returns what each has shown, with the names and paths of the page.
+    """Run the cells of ``text`` in ``folder``; returns the output of each, with the names and paths of the page.
 
-    Changes HOME of this process, whose ssh config then knows the two hosts.
+    Sets HOME of this process to a folder whose ssh config has the two hosts.
     """
     with tempfile.TemporaryDirectory(dir="/tmp") as shared:
         testbeds: list[Testbed] = []
