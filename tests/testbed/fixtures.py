@@ -1,7 +1,7 @@
-"""Several SSH hosts for a test of any room; tests/conftest.py loads this.
+"""SSH hosts for the tests of any room; tests/conftest.py loads this.
 
-`testbed` has two hosts, h0 and h1, which all tests share: they are whole again after each test. A test that needs other
-hosts takes `make_testbed`. Both skip with the reason where this machine cannot have them.
+`testbed` has two hosts, h0 and h1, which all tests share: they are repaired after each test. A test that needs other
+hosts uses `make_testbed`. Both skip with the reason if this machine cannot run them.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ import pytest
 
 from .testbed import Testbed, unavailable
 
-_TTL_S = 6 * 3600.0  # no run takes so long; should the keeper not see that pytest has ended
+_TTL_S = 6 * 3600.0  # longer than any run; in case the keeper misses that pytest has exited
 
 
 class MakeTestbed(Protocol):
     def __call__(self, num_hosts: int, **options: Any) -> Testbed:
-        """Bring another testbed up; ``options`` are those of `Testbed.up`. It goes down after the test."""
+        """Bring up another testbed; ``options`` are those of `Testbed.up`. It goes down after the test."""
 
 
 @pytest.fixture(scope="session")
 def testbed_of_two(needs_debian: Callable[..., None], request: pytest.FixtureRequest) -> Generator[Testbed]:
-    """Two hosts for all tests. A test takes `testbed` instead, which is whole again after it."""
+    """Two hosts for all tests. Tests use `testbed` instead, which repairs the hosts after each test."""
     _skip_where_unavailable(needs_debian)
     older = request.config.getoption("--older-python")
     share = _folders_of_python(older) if older else []
-    testbed = Testbed(f"t{os.getpid()}")  # so runs may go on side by side
+    testbed = Testbed(f"t{os.getpid()}")  # several runs can work at the same time
     try:
         testbed.up(2, ttl_s=_TTL_S, owner_pid=os.getpid(), share=share)
         yield testbed
@@ -39,7 +39,7 @@ def testbed_of_two(needs_debian: Callable[..., None], request: pytest.FixtureReq
 
 @pytest.fixture
 def testbed(cold_starts: None, testbed_of_two: Testbed) -> Generator[Testbed]:
-    """Two hosts. After the test: links healed, sshd started, a dead host booted; files and processes stay."""
+    """Two hosts. After the test, links are healed, sshd runs and dead hosts are booted; files and processes stay."""
     try:
         yield testbed_of_two
     finally:
@@ -48,7 +48,7 @@ def testbed(cold_starts: None, testbed_of_two: Testbed) -> Generator[Testbed]:
 
 @pytest.fixture
 def make_testbed(cold_starts: None, needs_debian: Callable[..., None]) -> Generator[MakeTestbed]:
-    """Return a function that brings up another testbed, of its own size and options, for this test."""
+    """Return a function that brings up another testbed for this test, with its own size and options."""
     made: list[Testbed] = []
 
     def make(num_hosts: int, **options: Any) -> Testbed:

@@ -1,7 +1,7 @@
-"""The processes that stay while a host of the testbed is up, started as ``hostproc.py init|relay FOLDER``.
+"""The processes that run while a host of the testbed is up, started as ``hostproc.py init|relay FOLDER``.
 
-``init`` is pid 1 of the host, ``relay`` its cable where the link has a delay, a rate or a loss. FOLDER is the host's
-folder; inventory.json is in the one above. Both write FOLDER/<role>.pid when they are ready.
+``init`` is pid 1 of the host. ``relay`` is its cable if the link has a delay, a rate or a loss. FOLDER is the host's
+folder; inventory.json is in its parent. Both write FOLDER/<role>.pid when they are ready.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from pathlib import Path
 _MS_NOSUID, _MS_BIND, _MS_REC = 2, 4096, 16384
 _TUNSETIFF, _IFF_TAP_NO_PI = 0x400454CA, 0x1002
 
-_BUFFER_S = 0.2  # a frame that would wait longer for its turn is dropped
+_BUFFER_S = 0.2  # a frame that would wait longer is dropped
 _FRAMES_PER_TURN = 64
 _MAX_FRAME_BYTES = 65536
 
 
 def run_init(folder: Path) -> None:
-    """Be pid 1 of a host: make its mounts and its name, then only wait. Its end is the end of all that runs in it."""
-    stat = Path("/proc/self/stat").read_text()  # as the outer /proc has it: with the outer pid
+    """Be pid 1 of a host: mount, set the host name, then only wait. Its exit kills all processes of the host."""
+    stat = Path("/proc/self/stat").read_text()  # the outer /proc, which shows the outer pid
     inventory = json.loads((folder.parent / "inventory.json").read_text())
     home = Path(inventory["user_home"])
     covered = [home, Path("/tmp"), Path("/run"), Path("/dev/shm")]
     shared = [path for path in inventory["share"] if any(Path(path).is_relative_to(cover) for cover in covered)]
-    opened = {path: os.open(path, os.O_PATH) for path in shared}  # before they are covered
+    opened = {path: os.open(path, os.O_PATH) for path in shared}  # before other mounts cover them
     authorized_keys = (folder / "home/.ssh/authorized_keys").read_bytes()
 
     _mount("proc", "/proc", kind="proc")
@@ -52,7 +52,7 @@ def run_init(folder: Path) -> None:
     (home / ".ssh/authorized_keys").write_bytes(authorized_keys)
     for target in (Path("/dev/shm"), Path("/run")):
         _mount("tmpfs", target, kind="tmpfs", flags=_MS_NOSUID)
-    Path("/run/sshd").mkdir(mode=0o755)  # where sshd shuts its unprivileged half in
+    Path("/run/sshd").mkdir(mode=0o755)  # the empty folder that sshd needs for privilege separation
     _mount(folder / "hosts", "/etc/hosts", flags=_MS_BIND)
     _look_up_names_in_hosts_only(folder)
     _let_in(inventory["hosts"][0]["user"], folder)
@@ -69,7 +69,7 @@ def run_init(folder: Path) -> None:
 
 
 def _look_up_names_in_hosts_only(folder: Path) -> None:
-    """Keep DNS, and what else would answer for the host's own name, out of it."""
+    """Use only the hosts file, so that DNS and other name services do not resolve the host's own name."""
     system = Path("/etc/nsswitch.conf")
     if system.exists():
         own = folder / "nsswitch.conf"
@@ -78,7 +78,7 @@ def _look_up_names_in_hosts_only(folder: Path) -> None:
 
 
 def _let_in(user: str, folder: Path) -> None:
-    """Unlock the account: where a password is locked with "!", as root's may be, sshd refuses keys too."""
+    """Unlock the account: sshd refuses even keys if the password is locked with "!", as root's may be."""
     system = Path("/etc/shadow")
     if system.exists():
         own = folder / "shadow"
@@ -95,23 +95,23 @@ def _mount(source: Path | str, target: Path | str, *, kind: str = "", flags: int
 
 
 def _write_at_once(path: Path, text: str) -> None:
-    """Write a file that nobody sees half-written."""
+    """Write a file atomically: no reader sees a part of it."""
     draft = path.with_suffix(".new")
     draft.write_text(text)
     draft.rename(path)
 
 
 class _End:
-    """One end of the cable: a TAP device, and the frames on their way to it."""
+    """One end of the cable: a TAP device, and the frames in transit to it."""
 
     def __init__(self, device: str) -> None:
         self.fd = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
         fcntl.ioctl(self.fd, _TUNSETIFF, struct.pack("16sH22x", device.encode(), _IFF_TAP_NO_PI))
-        self._free_at = 0.0  # when the last frame accepted will have left the cable
+        self._free_at = 0.0  # when the last accepted frame will have left the cable
         self._arriving: deque[tuple[float, bytes]] = deque()
 
     def accept(self, frame: bytes, link: dict[str, float]) -> None:
-        """Take a frame from the other end, unless it is lost or the buffer is full."""
+        """Accept a frame from the other end, unless it is lost or the buffer is full."""
         now = time.monotonic()
         start = max(now, self._free_at)
         if random.random() < link["loss"] or start - now > _BUFFER_S:
@@ -121,7 +121,7 @@ class _End:
         self._arriving.append((self._free_at + link["delay_s"], frame))
 
     def deliver(self) -> float | None:
-        """Hand over the frames whose time has come; return when the next one is due."""
+        """Deliver the frames that are due; return when the next one is due."""
         while self._arriving and self._arriving[0][0] <= time.monotonic():
             _, frame = self._arriving.popleft()
             try:
@@ -132,7 +132,7 @@ class _End:
         return self._arriving[0][0] if self._arriving else None
 
     def receive(self) -> list[bytes]:
-        """Read the frames that the device sent, some at a time."""
+        """Read some of the frames that the device has sent."""
         frames: list[bytes] = []
         while len(frames) < _FRAMES_PER_TURN:
             try:
@@ -143,7 +143,7 @@ class _End:
 
 
 def run_relay(folder: Path) -> None:
-    """Be a host's cable: carry frames between two TAP devices until one is gone. SIGHUP: read link.json again."""
+    """Be a host's cable: carry frames between two TAP devices until one is removed. SIGHUP: read link.json again."""
     port = f"{folder.parent.name}-{folder.name}"
     near, far = _End(port), _End(f"{port}x")
     ways = {near.fd: (near, far), far.fd: (far, near)}
@@ -166,7 +166,7 @@ def run_relay(folder: Path) -> None:
                 source, target = ways[fd]
                 for frame in source.receive():
                     target.accept(frame, link)
-    except OSError as exc:  # the host is gone, and its device with it
+    except OSError as exc:  # the host has exited, and its device was removed
         print(f"relay of {port} ends: {exc}", file=sys.stderr)
 
 

@@ -1,4 +1,4 @@
-"""What a testbed is made of, as data; ``testbed.py up`` prints an `Inventory` as JSON."""
+"""The parts of a testbed, as data; ``testbed.py up`` prints an `Inventory` as JSON."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Link:
 
     delay_s: float = 0.0
     rate_bits_per_s: float = 0.0  # 0: without limit
-    loss: float = 0.0  # the fraction of frames that vanish
+    loss: float = 0.0  # the fraction of frames that are lost
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -25,10 +25,10 @@ class Link:
 
 @dataclass(frozen=True)
 class Host:
-    """Where a host is, and what an SSH client needs to get in."""
+    """The address of a host, and what an SSH client needs to log in."""
 
     name: str  # h0, h1, ...
-    hostname: str  # what it calls itself
+    hostname: str  # the host name inside the host
     ip: str
     port: int
     user: str
@@ -39,7 +39,7 @@ class Host:
 
 @dataclass(frozen=True)
 class Inventory:
-    """A testbed as it was brought up; inventory.json in its folder."""
+    """The parts of a testbed when it was brought up; inventory.json in its folder."""
 
     id: str
     prefix: str
@@ -53,7 +53,7 @@ class Inventory:
     ttl_s: float
     owner_pid: int | None
     own_name: OwnName
-    user_home: str  # the home that a host's own one covers
+    user_home: str  # the user's home, which the host's own home covers
     ssh_config: str
 
     def to_json(self) -> str:
@@ -69,9 +69,9 @@ class Inventory:
 
 
 def parse_link(delay: str | None = None, rate: str | None = None, loss: str | None = None) -> Link | None:
-    """Read options like '20ms', '100mbit' and '1%'; None if none is given: the cable is then a plain veth pair.
+    """Read options like '20ms', '100mbit' and '1%'; returns None without options: the cable is then a plain veth pair.
 
-    Raises: ValueError on anything else.
+    Raises: ValueError for anything else.
     """
     if delay is rate is loss is None:
         return None

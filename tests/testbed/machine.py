@@ -1,4 +1,4 @@
-"""What the testbed does to this machine: commands, processes, network devices, folders, and the lock around them."""
+"""The testbed's access to this machine: commands, processes, network devices, folders, and the lock around them."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ _POLL_S = 0.01
 
 
 class TestbedError(RuntimeError):
-    """What cannot be done, and why."""
+    """What is impossible, and why."""
 
-    __test__ = False  # pytest: not a class of tests
+    __test__ = False  # pytest must not collect it
 
 
 # Commands and processes
 
 
 def tool_path() -> str:
-    """Return PATH with the places of sshd and ip, which a user's shell may lack."""
+    """Return PATH with the folders of sshd and ip, which a user's shell may lack."""
     return f"{os.environ.get('PATH', os.defpath)}:/usr/sbin:/sbin"
 
 
@@ -42,12 +42,12 @@ def find_tool(name: str) -> str | None:
 
 
 def python(*arguments: str | Path) -> list[str]:
-    """Return the argv of a Python program that needs no packages: it starts faster without them."""
+    """Return the argv of a Python program that needs no packages, with options that make it start faster."""
     return [sys.executable, "-S", *map(str, arguments)]
 
 
 def run(*command: str | Path, stdin: str = "") -> str:
-    """Run a command and return what it prints; raises TestbedError when its status is not 0 or it takes too long."""
+    """Run a command and return its output; raises TestbedError if its status is not 0 or it takes too long."""
     argv = [str(part) for part in command]
     try:
         done = subprocess.run(
@@ -66,7 +66,7 @@ def run(*command: str | Path, stdin: str = "") -> str:
 
 
 def start(command: Sequence[str], *, log: Path) -> subprocess.Popen[bytes]:
-    """Start a process in a session of its own, so that a Ctrl-C that is pressed here does not reach it."""
+    """Start a process in its own session, so that Ctrl-C in this terminal does not reach it."""
     with open(log, "ab") as file:
         return subprocess.Popen(
             command,
@@ -80,7 +80,7 @@ def start(command: Sequence[str], *, log: Path) -> subprocess.Popen[bytes]:
 
 
 def wait_until(condition: Callable[[], bool], what: str, *, limit_s: float = 30.0) -> None:
-    """Wait for an event; raises TestbedError when it does not come in time."""
+    """Wait for an event; raises TestbedError after the deadline."""
     deadline = time.monotonic() + limit_s
     while not condition():
         if time.monotonic() > deadline:
@@ -105,7 +105,7 @@ def kill_all(find: Callable[[], Iterable[int]], what: str) -> None:
 
 
 def choose_network(taken: set[str]) -> int:
-    """Return a number K, such that neither 198.18.K.1 nor 127.K.0.1 is taken or an address of this machine."""
+    """Return a number K for which neither 198.18.K.1 nor 127.K.0.1 is in use or an address of this machine."""
     if find_tool("ip"):
         taken = taken | set(re.findall(r"inet ([\d.]+)/", run("ip", "-4", "-o", "addr")))
     for number in range(2, 250):
@@ -115,10 +115,10 @@ def choose_network(taken: set[str]) -> int:
 
 
 def free_ports(count: int) -> list[int]:
-    """For programs that take none that is bound: these were free a moment ago, and the system gives them to nobody."""
+    """Return ports for programs that cannot bind 0: they were free a moment ago, and the OS assigns none of them."""
     found: list[int] = []
     while len(found) < count:
-        port = 10000 + secrets.randbelow(10000)  # it gives those from 32768 on; exported jobs of Slurm have 20000 on
+        port = 10000 + secrets.randbelow(10000)  # the OS assigns those from 32768 on; exported Slurm jobs use 20000 on
         with contextlib.suppress(OSError), socket.socket() as probe:
             probe.bind(("127.0.0.1", port))
             found.append(port)
@@ -132,10 +132,10 @@ def plug_in(device: str, *, bridge: str) -> None:
 
 
 def delete_devices(pattern: str) -> None:
-    """Delete the network devices whose whole name matches."""
+    """Delete the network devices whose full name matches."""
     for device in os.listdir("/sys/class/net"):
         if re.fullmatch(pattern, device):
-            with contextlib.suppress(TestbedError):  # it went with the other end of its cable
+            with contextlib.suppress(TestbedError):  # deleting one end of a cable deletes the other
                 run("ip", "link", "delete", device)
 
 
@@ -147,8 +147,8 @@ def make_key(path: Path, *, comment: str) -> None:
 
 
 def does_sshd_punish() -> bool:
-    """Tell whether this sshd would refuse the notebook for a while after sessions were killed: 9.8 and newer."""
-    # Older ones do not know -V, but print their version with what they do know.
+    """Return whether this sshd (9.8 and newer) would refuse the notebook for a while after sessions were killed."""
+    # Older versions do not know -V, but print their version in the usage error.
     done = subprocess.run([find_tool("sshd") or "sshd", "-V"], capture_output=True, text=True, timeout=_COMMAND_LIMIT_S)
     match = re.search(r"OpenSSH_(\d+)\.(\d+)", done.stdout + done.stderr)
     return match is not None and (int(match[1]), int(match[2])) >= (9, 8)
@@ -158,16 +158,16 @@ def does_sshd_punish() -> bool:
 
 
 def find_base() -> Path:
-    """Return the folder of all testbeds of this user: not in /tmp, since hosts have their own."""
+    """Return the folder of all testbeds of this user. It is not in /tmp, because each host has its own /tmp."""
     return Path(os.environ.get("TESTBED_DIR") or f"/var/tmp/testbed-{os.getuid()}").absolute()
 
 
 @contextlib.contextmanager
 def lock_base() -> Iterator[Path]:
-    """Make that folder for the block, and keep it if anything is in it then; who else wants it waits.
+    """Create that folder for the block, and keep it if it is not empty afterwards; other callers wait.
 
-    So two testbeds that come up at once do not take the same addresses. The lock is an abstract socket: as the
-    addresses, it belongs to a network namespace, and it is gone with its holder.
+    Two testbeds that come up at the same time therefore use different addresses. The lock is an abstract socket: like
+    the addresses, it belongs to a network namespace, and it disappears with the process that holds it.
     """
     with socket.socket(socket.AF_UNIX) as lock:
 
@@ -193,7 +193,7 @@ def lock_base() -> Iterator[Path]:
 
 
 def write_at_once(path: Path, text: str) -> None:
-    """Write a file that nobody sees half-written."""
+    """Write a file atomically: no reader sees a part of it."""
     draft = path.with_suffix(".new")
     draft.write_text(text)
     draft.rename(path)
@@ -204,12 +204,12 @@ def read_end(log: Path) -> str:
 
 
 def list_folders_of_python() -> list[str]:
-    """Return where this Python and its packages are, under each of their names."""
+    """Return the folders of this Python and its packages, under each of their names."""
     return [sys.prefix, sys.base_prefix, os.path.realpath(sys.prefix), os.path.realpath(sys.base_prefix)]
 
 
 def find_folders(paths: Iterable[str | Path]) -> tuple[str, ...]:
-    """Return the folders as absolute paths, each once; raises TestbedError when one is missing."""
+    """Return the folders as absolute paths, without repetition; raises TestbedError if one is missing."""
     folders = [Path(path).absolute() for path in paths]
     for folder in folders:
         if not folder.is_dir():

@@ -1,4 +1,4 @@
-"""The hosts of a testbed as nodes of a session, and as a user's own."""
+"""The hosts of a testbed as nodes of a session, and as hosts in a user's ssh config."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from detrain_nb.spec.node import Node
 from .fixtures import MakeTestbed
 from .testbed import Testbed
 
-_NOBODYS = "02:00:00:00:00:00"  # hardware address
+_NOBODYS = "02:00:00:00:00:00"  # a hardware address that no device has
 _CLONE = str(Path(__file__).parents[2])
 
 
 def ssh_nodes(testbed: Testbed, count: int = 2, **fields: Any) -> list[SshNode]:
-    """The first hosts; ``fields`` are those of `Node`. They run this Python, which they share with us."""
+    """Return the first hosts as nodes; ``fields`` are those of `Node`. They run this Python, which the hosts share."""
     config = Path(testbed.inventory.ssh_config)
     return [
         SshNode(Node(**{"host": host.name, "python": sys.executable, **fields}), config_path=config)
@@ -30,13 +30,13 @@ def ssh_nodes(testbed: Testbed, count: int = 2, **fields: Any) -> list[SshNode]:
 
 
 def processes_of_sessions(testbed: Testbed, host: str) -> dict[int, list[str]]:
-    """The argv of what runs on a host for sessions, by pid. The clone itself may lie in a folder of our name."""
+    """Return the argv of a host's processes for sessions, by pid. The path of the clone may contain our name."""
     running = testbed.processes(host)
     return {pid: argv for pid, argv in running.items() if "detrain_nb" in " ".join(argv).replace(_CLONE, "")}
 
 
 def home_with_hosts(make_testbed: MakeTestbed, folder: Path, **options: Any) -> Path:
-    """A home in ``folder`` whose ssh config knows two hosts, gpu1 and gpu2; their python3 is this one."""
+    """Create a home in ``folder`` whose ssh config has two hosts, gpu1 and gpu2; this Python is their python3."""
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     testbed = make_testbed(2, sshd_options=[f"SetEnv PATH={path}"], **options)
     config = Path(testbed.inventory.ssh_config).read_text()
@@ -49,7 +49,7 @@ def home_with_hosts(make_testbed: MakeTestbed, folder: Path, **options: Any) -> 
 
 @contextlib.contextmanager
 def away_from(testbed: Testbed, host: str) -> Iterator[str]:
-    """Gives an address of this machine from which a host gets no answer, as from a laptop behind a router."""
+    """Yield an address of this machine from which a host gets no answer, like a laptop behind a router."""
     inventory = testbed.inventory
     address, device = f"198.51.100.{inventory.notebook_ip.split('.')[2]}", f"{inventory.prefix}-nat"
 

@@ -1,6 +1,6 @@
-"""Hosts of a testbed as the pods of a lease: each runs the entrypoint of sdl/container, as a user who is not root.
+"""Hosts of a testbed as the pods of a lease: each runs the entrypoint of sdl/container, as a user other than root.
 
-From outside each is reached through a forwarded port of this machine alone; the pods reach each other.
+From outside, a pod is reached only through a forwarded port of this machine; the pods reach each other directly.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .testbed import Testbed
 ENTRYPOINT = Path(__file__).parents[2] / "sdl/container/entrypoint.sh"
 SSH_PORT, USER, HOME = 2222, "trainer", "/run/trainer"
 _LIMIT_S = 120.0
-# /run is the host's own, as is its home, which may hide this Python from other users
+# /run is private to the host. So is the host's home, which may hide this Python from other users.
 _PREPARE = f"""
 chmod 711 "$HOME" && chmod 755 /run && mkdir {HOME} && chown 12345:12345 {HOME} || exit
 cp /etc/passwd /run/passwd && echo '{USER}:x:12345:12345::{HOME}:/bin/bash' >>/run/passwd || exit
@@ -29,7 +29,7 @@ mount --bind /run/passwd /etc/passwd && cat >/run/entrypoint.sh && chmod 755 /ru
 
 
 class Pod:
-    """A host as a pod; what its container prints is in ``output``."""
+    """A host as a pod; ``output`` is what its container has printed."""
 
     def __init__(self, testbed: Testbed, host: str, folder: Path) -> None:
         self.host, self._testbed, self._log = testbed.host(host), testbed, folder / f"{host}.log"
@@ -42,11 +42,11 @@ class Pod:
 
     @property
     def public_key(self) -> str:
-        """The user's."""
+        """The user's public key."""
         return Path(f"{self.host.identity_file}.pub").read_text()
 
     def start(self, *command: str, **env: str) -> None:
-        """Start the container, or start it again."""
+        """Start or restart the container."""
         path = f"{Path(sys.executable).parent}:/usr/local/bin:/usr/bin:/bin"
         given = [f"{name}={value}" for name, value in {"PATH": path, "HOME": HOME, "LANG": "C.UTF-8", **env}.items()]
         as_user = ["setpriv", "--reuid=12345", "--regid=12345", "--clear-groups", "env", "-i", *given]
@@ -57,7 +57,7 @@ class Pod:
             )
 
     def wait_for(self, text: str) -> None:
-        """Wait until the container has printed it."""
+        """Wait until the container has printed ``text``."""
         _wait_until(lambda: text in self.output, lambda: f"no {text!r} in:\n{self.output}")
 
     def stop(self) -> int:
@@ -69,7 +69,7 @@ class Pod:
         return self._process.wait(_LIMIT_S)
 
     def run(self, *command: str) -> str:
-        """Run a command over SSH, as the key's owner; returns what it prints."""
+        """Run a command over SSH with the host's key; returns its output."""
         done = self.ask(*command)
         assert done.returncode == 0, done.stderr
         return done.stdout
@@ -77,7 +77,7 @@ class Pod:
     def ask(
         self, *command: str, identity_file: str | Path | None = None, methods: str = "publickey"
     ) -> subprocess.CompletedProcess[str]:
-        """Run a command over SSH, as whoever has that key, or, without one, as the key's owner."""
+        """Run a command over SSH with the given key, by default the host's key."""
         known_hosts = self._log.with_suffix(".known")
         known_hosts.write_text(self.known_host(self.host.ip, SSH_PORT))
         options = [
@@ -93,14 +93,14 @@ class Pod:
         return subprocess.run(argv, capture_output=True, text=True, timeout=_LIMIT_S)
 
     def known_host(self, host: str, port: int) -> str:
-        """The line of known_hosts for who reaches it there."""
+        """Return the pod's line of known_hosts for this address and port."""
         kind, key, *_ = self._testbed.output(self.host.name, f"cat {HOME}/.detrain_nb/host_key.pub").split()
         return f"[{host}]:{port} {kind} {key}\n"
 
 
 @contextlib.contextmanager
 def forwarded(pod: Pod, port: int) -> Iterator[int]:
-    """Give a port of this machine's loopback that leads to that of the pod."""
+    """Yield a port of this machine's loopback that is forwarded to ``port`` of the pod."""
     end = threading.Event()
     with socket.create_server(("127.0.0.1", 0)) as listener:
         thread = threading.Thread(target=_forward, args=(listener, (pod.host.ip, port), end), daemon=True)
@@ -113,7 +113,7 @@ def forwarded(pod: Pod, port: int) -> Iterator[int]:
 
 
 def _forward(listener: socket.socket, target: tuple[str, int], end: threading.Event) -> None:
-    """Pass bytes on, of every connection, until it is to end."""
+    """Forward the bytes of every connection until ``end`` is set."""
     other: dict[socket.socket, socket.socket] = {}
     with contextlib.ExitStack() as opened:
         while not end.is_set():
@@ -130,7 +130,7 @@ def _forward(listener: socket.socket, target: tuple[str, int], end: threading.Ev
 
 
 def _pass_on(source: socket.socket, target: socket.socket) -> bool:
-    """Returns False where one of them is gone."""
+    """Forward one chunk; returns False if one of the two connections is closed."""
     with contextlib.suppress(OSError):
         if data := source.recv(1 << 16):
             target.sendall(data)

@@ -1,4 +1,4 @@
-"""What /proc says about processes, their sockets, and the network namespaces they are in."""
+"""Read processes, their sockets and their network namespaces from /proc."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _LISTEN = 0x0A  # a TCP state, from the kernel's tcp_states.h
 
 
 class Stat(NamedTuple):
-    """Which process: pids are used again, but not at the same clock tick."""
+    """Identity of a process: a pid is reused, but not within the same clock tick."""
 
     pid: int
     state: str
@@ -21,17 +21,17 @@ class Stat(NamedTuple):
 
 
 def read_stat(path: Path) -> Stat:
-    """Read a /proc/PID/stat, or a copy that was made of one."""
-    start, _, rest = path.read_text().rpartition(")")  # the name before it may be anything
+    """Read a /proc/PID/stat, or a copy of one."""
+    start, _, rest = path.read_text().rpartition(")")  # the process name before it may contain anything
     fields = rest.split()
     return Stat(pid=int(start.split()[0]), state=fields[0], started=int(fields[19]))
 
 
 def read_argvs(proc: Path) -> dict[int, list[str]]:
-    """Return the argv of every process by pid; those that have none, zombies among them, are left out."""
+    """Return the argv of every process by pid; processes without an argv, such as zombies, are omitted."""
     found = {}
     for pid in _list_pids(proc):
-        with contextlib.suppress(OSError):  # it has ended meanwhile
+        with contextlib.suppress(OSError):  # the process has exited meanwhile
             if argv := (proc / f"{pid}/cmdline").read_text(errors="replace").rstrip("\0"):
                 found[pid] = argv.split("\0")
     return found
@@ -41,7 +41,7 @@ def find_by_environment(setting: str) -> list[int]:
     """Return the pids of the processes that were started with ``NAME=value`` in their environment."""
     found = []
     for pid in _list_pids(Path("/proc")):
-        with contextlib.suppress(OSError):  # it has ended, or is another user's
+        with contextlib.suppress(OSError):  # it has exited, or belongs to another user
             if setting.encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
                 found.append(pid)
     return found
@@ -55,7 +55,7 @@ class TcpSocket(NamedTuple):
 
 
 def read_tcp_sockets(pid: int | Literal["self"]) -> list[TcpSocket]:
-    """Read the TCP sockets of the network namespace that a process is in."""
+    """Read the TCP sockets of the network namespace of a process."""
     sockets = []
     for table in ("tcp", "tcp6"):
         with contextlib.suppress(FileNotFoundError):  # a kernel without IPv6
@@ -68,17 +68,17 @@ def read_tcp_sockets(pid: int | Literal["self"]) -> list[TcpSocket]:
 
 
 def _decode_address(digits: str) -> str:
-    """Read an address that is printed as 32-bit words in this machine's byte order."""
+    """Decode an address that is printed as 32-bit words in this machine's byte order."""
     words = [int(digits[i : i + 8], 16).to_bytes(4, sys.byteorder) for i in range(0, len(digits), 8)]
     return socket.inet_ntop(socket.AF_INET if len(words) == 1 else socket.AF_INET6, b"".join(words))
 
 
 def find_holders(inodes: set[int]) -> set[int]:
     """Return the pids of the processes that have one of these sockets open."""
-    wanted = {f"socket:[{inode}]" for inode in inodes - {0}}  # 0: no process has it any more, or yet
+    wanted = {f"socket:[{inode}]" for inode in inodes - {0}}  # 0: a socket without a process
     holders = set()
     for pid in _list_pids(Path("/proc")) if wanted else ():
-        with contextlib.suppress(OSError):  # it has ended, or is another user's
+        with contextlib.suppress(OSError):  # it has exited, or belongs to another user
             for fd in os.listdir(f"/proc/{pid}/fd"):
                 with contextlib.suppress(FileNotFoundError):  # closed meanwhile
                     if os.readlink(f"/proc/{pid}/fd/{fd}") in wanted:

@@ -1,4 +1,4 @@
-"""What tests/testbed promises to the tests that use it; the first one is also the example of its use."""
+"""What tests/testbed promises to the tests that use it; the first test also shows how to use it."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ def connect(host: Host, *, timeout_s: float = LIMIT_S) -> paramiko.SSHClient:
             auth_timeout=timeout_s,
         )
     except BaseException:
-        client.close()  # else its socket and its thread stay
+        client.close()  # otherwise its socket and its thread remain
         raise
     return client
 
 
 def ask(client: paramiko.SSHClient, command: str) -> str:
-    """Run a command over SSH; return what it prints."""
+    """Run a command over SSH; return its output."""
     _, stdout, _ = client.exec_command(command, timeout=LIMIT_S)
     return stdout.read().decode()
 
@@ -69,7 +69,7 @@ def has_ended(client: paramiko.SSHClient) -> bool:
 
 @contextlib.contextmanager
 def start(*argv: str) -> Iterator[subprocess.Popen[str]]:
-    """Start a program for the block."""
+    """Run a program for the block."""
     with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         try:
             yield process
@@ -85,7 +85,7 @@ def is_running(testbed: Testbed, name: str, *argv: str) -> bool:
     return list(argv) in testbed.processes(name).values()
 
 
-# What a host is
+# Properties of a host
 
 
 def test_hosts_are_separate_machines(testbed: Testbed) -> None:
@@ -170,7 +170,7 @@ def test_own_name_resolves_as_asked(testbed: Testbed, make_testbed: MakeTestbed)
     testbed.set_own_name("h0", "nothing")
     assert run_python(testbed, "h0", look_up).strip() == "nothing"
     assert run_python(testbed, "h1", look_up).strip() == h1.ip
-    assert h0.ip in testbed.output("h1", "getent", "hosts", h0.hostname)  # others still know it
+    assert h0.ip in testbed.output("h1", "getent", "hosts", h0.hostname)  # other hosts still resolve it
     testbed.repair()
     assert run_python(testbed, "h0", look_up).strip() == h0.ip
     other = make_testbed(1, own_name="127.0.1.1")
@@ -183,7 +183,7 @@ def test_sshd_takes_options(make_testbed: MakeTestbed) -> None:
         ask(client, "true")
 
 
-# What can happen to it
+# Faults
 
 
 def test_cut_is_silent_and_heals(testbed: Testbed) -> None:
@@ -224,7 +224,7 @@ def test_killed_sessions_leave_the_server_and_the_other_host(testbed: Testbed) -
         assert ask(c, "echo still") == "still\n"
     with connect(h0) as again:
         assert ask(again, "echo again") == "again\n"
-    assert is_running(testbed, "h0", "sleep", "80")  # what they started lives on
+    assert is_running(testbed, "h0", "sleep", "80")  # the processes that they started keep running
     testbed.output("h0", "pkill", "-x", "sleep")
 
 
@@ -264,7 +264,7 @@ def test_link_delay_and_disk_beside_another_testbed(testbed: Testbed, make_testb
     other = make_testbed(1, link=parse_link(delay="40ms"), disk="8m")
     ip = other.hosts[0].ip
     assert ip.rpartition(".")[0] != testbed.inventory.notebook_ip.rpartition(".")[0]
-    assert measure_round_trip(ip) >= 0.08  # only lower bounds: a busy machine stalls
+    assert measure_round_trip(ip) >= 0.08  # lower bounds only: a busy machine stalls
     other.shape("h0", Link(delay_s=0.15))
     assert measure_round_trip(ip) >= 0.3
     assert "No space left" in other.output("h0", "head -c 9m /dev/zero 2>&1 >~/big; true")
@@ -286,7 +286,7 @@ def test_rate(make_testbed: MakeTestbed) -> None:
     with connect(other.hosts[0]) as client:
         start = time.monotonic()
         assert len(ask(client, "head -c 200000 /dev/zero")) == 200_000
-        assert time.monotonic() - start >= 0.3  # 0.4 s, less what was on its way
+        assert time.monotonic() - start >= 0.3  # 0.4 s, less what was already in transit
 
 
 def test_shape_needs_a_link(testbed: Testbed) -> None:
@@ -294,11 +294,11 @@ def test_shape_needs_a_link(testbed: Testbed) -> None:
         testbed.shape("h0", Link(delay_s=1.0))
 
 
-# How it ends
+# Taking it down
 
 
 def is_gone(testbed: Testbed) -> bool:
-    """Tell whether nothing is left of a testbed: no folder, device, mount or process."""
+    """Return whether nothing is left of a testbed: no folder, device, mount or process."""
     devices = [name for name in os.listdir("/sys/class/net") if name.startswith(f"{testbed.prefix}-")]
     processes = subprocess.run(["ps", "axo", "args"], capture_output=True, text=True, timeout=LIMIT_S).stdout
     is_mounted = str(testbed.folder) in Path("/proc/mounts").read_text()
@@ -307,7 +307,7 @@ def is_gone(testbed: Testbed) -> bool:
 
 
 def test_command_line_up_and_down_is_idempotent_and_leaves_nothing(make_testbed: MakeTestbed) -> None:
-    other = make_testbed(1)  # goes down when the command line brings up one of its name
+    other = make_testbed(1)  # goes down when the command line brings up one with its name
 
     def call(*arguments: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, str(FOLDER / "testbed.py"), "-p", other.prefix, *arguments]
@@ -327,7 +327,7 @@ def test_command_line_up_and_down_is_idempotent_and_leaves_nothing(make_testbed:
 
     pid = other.pid("h0")
     assert pid
-    os.kill(pid, signal.SIGKILL)  # a host that died does not hinder `down`
+    os.kill(pid, signal.SIGKILL)  # a dead host must not prevent `down`
     for _ in range(2):
         assert call("down").returncode == 0
         assert is_gone(other)
@@ -352,7 +352,7 @@ def test_failed_up_leaves_nothing(make_testbed: MakeTestbed) -> None:
     assert is_gone(other)
 
 
-# Where there is no root
+# Without root
 
 
 @pytest.fixture

@@ -46,13 +46,13 @@ else:  # run by its path, as a program
 __all__ = ["Host", "Inventory", "Link", "Testbed", "TestbedError", "parse_link", "unavailable"]
 
 _HOSTPROC = Path(__file__).resolve().with_name("hostproc.py")
-_NOWHERE = "02:00:00:00:00:00"  # nobody's hardware address: frames to it vanish without any error
+_NOWHERE = "02:00:00:00:00:00"  # a hardware address that no device has: frames to it are lost without an error
 _COMMAND_LIMIT_S = 60.0
 _END_LIMIT_S = 30.0
 
 
 def unavailable(mode: Mode = "netns", *, has_link: bool = False) -> str | None:
-    """Return why this machine cannot have a testbed, or one whose links have a delay, a rate or a loss; or None."""
+    """Return why this machine cannot run a testbed, or one whose links have a delay, a rate or a loss; or None."""
     tools = ["sshd", "ssh-keygen"] + ["ip", "unshare", "nsenter"] * (mode == "netns")
     if missing := [tool for tool in tools if not machine.find_tool(tool)]:
         packages = "openssh-server iproute2 util-linux"
@@ -74,10 +74,10 @@ def unavailable(mode: Mode = "netns", *, has_link: bool = False) -> str | None:
 
 
 class Testbed:
-    """One testbed; several with different prefixes may be up at once.
+    """One testbed; several with different prefixes may be up at the same time.
 
-    What is up is in the inventory and in pid files: any process may call the methods, not only who called `up`.
-    All of them raise TestbedError when they cannot do what they say. ``name`` is that of a host, such as "h0".
+    The state is in the inventory and in pid files: any process may call the methods, not only the one that called `up`.
+    All of them raise TestbedError on failure. ``name`` is that of a host, such as "h0".
     """
 
     __test__ = False
@@ -88,7 +88,7 @@ class Testbed:
         self.prefix = prefix
         self.folder = machine.find_base() / prefix
         self._bridge = f"{prefix}-br"
-        self._helpers: dict[str, subprocess.Popen[bytes]] = {}  # those that this process started and has to reap
+        self._helpers: dict[str, subprocess.Popen[bytes]] = {}  # the helpers that this process started and must reap
 
     # Up and down
 
@@ -105,13 +105,13 @@ class Testbed:
         own_name: OwnName = "address",
         sshd_options: Sequence[str] = (),
     ) -> Inventory:
-        """Start hosts h0, h1, ...; an older testbed of this prefix goes down first.
+        """Start hosts h0, h1, ...; an older testbed with this prefix goes down first.
 
-        link: a delay, a rate, a loss; only with one can `shape` change it. share: folders below the home or /tmp that
-        the hosts see too, as they do this Python. disk: the size of home and of /tmp, such as "64m"; they are then in
-        memory and do not survive a reboot. ttl_s, owner_pid: the testbed goes down by itself after that time, and when
-        that process has ended. own_name: what a host's own name resolves to on that host. sshd_options: lines of
-        sshd_config, before and so instead of ours.
+        link: a delay, a rate, a loss; `shape` can only change it if one is given. share: folders below the home or /tmp
+        that the hosts see too, like this Python. disk: the size of the home and of /tmp, such as "64m"; both are then
+        in memory and do not survive a reboot. ttl_s, owner_pid: the testbed goes down by itself after that time, or
+        when that process has exited. own_name: the address to which a host's own name resolves on that host.
+        sshd_options: lines of sshd_config that are placed before ours and therefore override them.
         """
         _check_options(num_hosts, mode, link, disk, own_name)
         try:
@@ -149,12 +149,12 @@ class Testbed:
         return self.inventory
 
     def down(self) -> None:
-        """Remove every trace. Fine if there is none, or if who called `up` was killed half-way."""
+        """Remove everything. No error if nothing is up, or if the caller of `up` was killed half-way."""
         with machine.lock_base():
             self._remove()
 
     def keep(self, inventory_id: str) -> None:
-        """Wait until this testbed's time is over or its owner has ended, then take it down. `up` starts this."""
+        """Wait until this testbed's time is over or its owner has exited, then take it down. `up` starts this."""
         inventory = self.inventory
         try:
             owner = [os.pidfd_open(inventory.owner_pid)] if inventory.owner_pid else []
@@ -162,12 +162,12 @@ class Testbed:
             pass
         else:
             select.select(owner, [], [], inventory.ttl_s or None)
-        with machine.lock_base():  # an `up` with our prefix may have come first
+        with machine.lock_base():  # an `up` with our prefix may have been faster
             if self.folder.exists() and self.inventory.id == inventory_id:
                 self._remove()
 
     def repair(self) -> None:
-        """Undo cut, shape, stop_sshd, set_own_name and the death of a host. Files and processes stay as they are."""
+        """Undo cut, shape, stop_sshd, set_own_name and the death of a host. Files and processes stay."""
         inventory = self.inventory
         for host in inventory.hosts if inventory.mode == "netns" else ():
             if not self.is_up(host.name):
@@ -180,11 +180,11 @@ class Testbed:
             if not self._find_sshd(host, listening=True):
                 self.start_sshd(host.name)
 
-    # What there is
+    # State
 
     @property
     def inventory(self) -> Inventory:
-        """What `up` made, in this process or another; TestbedError when nothing is up."""
+        """The testbed that `up` made, in this process or another; raises TestbedError if nothing is up."""
         try:
             return Inventory.from_json((self.folder / "inventory.json").read_text())
         except FileNotFoundError:
@@ -201,40 +201,40 @@ class Testbed:
         return hosts[name]
 
     def pid(self, name: str) -> int | None:
-        """Return the pid, as seen from here, of a host's pid 1; None if it has ended, and with it all it ran."""
+        """Return the outer pid of a host's pid 1; None if it has exited, and all processes of the host with it."""
         return self._helper_pid(f"{self._netns_host(name).name}/init")
 
     def is_up(self, name: str) -> bool:
-        """Tell whether a host has power, and its cable too."""
+        """Return whether a host is running and its cable is connected."""
         has_cable = self.inventory.link is None or self._helper_pid(f"{name}/relay") is not None
         return self.pid(name) is not None and has_cable
 
     def path_home(self, name: str) -> Path:
-        """Return where a host's home is on the real file system."""
+        """Return the path of a host's home in the real file system."""
         if self.inventory.disk:
             raise TestbedError(f"the home of {self.host(name).name} is in memory (disk): look at it through exec")
         return self._path(name) / "home"
 
     def known_hosts(self, name: str) -> str:
-        """Return the line of known_hosts that has this host's public key."""
+        """Return the line of known_hosts with this host's public key."""
         host = self.host(name)
         where = host.ip if host.port == 22 else f"[{host.ip}]:{host.port}"
         kind, key, *_ = (self._path(name) / "hostkey.pub").read_text().split()
         return f"{where} {kind} {key}\n"
 
     def processes(self, name: str) -> dict[int, list[str]]:
-        """Return the argv of all processes of a host by pid, as the host itself sees them; zombies are left out."""
+        """Return the argv of all processes of a host by pid, as the host itself sees them; zombies are omitted."""
         return procfs.read_argvs(Path(f"/proc/{self._pid_of_running(name)}/root/proc"))
 
     def listening(self, name: str) -> list[tuple[str, int]]:
-        """Return the address and port of every TCP socket that listens on a host."""
+        """Return the address and port of every listening TCP socket of a host."""
         sockets = procfs.read_tcp_sockets(self._pid_of_running(name))
         return sorted({(tcp.address, tcp.port) for tcp in sockets if tcp.is_listening})
 
     # Running something inside
 
     def enter(self, name: str, *kinds: str) -> list[str]:
-        """Return the start of an argv that runs the rest in a host's namespaces: all, or "--net" and the like."""
+        """Return the first words of an argv that runs the rest in a host's namespaces: all, or "--net" and the like."""
         if self.inventory.mode == "loopback":
             return []
         namespaces = kinds or ("--mount", "--uts", "--ipc", "--net", "--pid")
@@ -245,7 +245,8 @@ class Testbed:
     ) -> subprocess.CompletedProcess[Any]:
         """Run a command in a host's home, without SSH: one argument is a shell command, several are an argv.
 
-        ``options`` are those of subprocess.run. After a TimeoutExpired the command may go on, as long as the host.
+        ``options`` are those of subprocess.run. After a TimeoutExpired the command may keep running as long as the
+        host.
         """
         home = self._path(name) / "home" if self.inventory.mode == "loopback" else self.inventory.user_home
         argv = ["sh", "-c", *command] if len(command) == 1 else command
@@ -257,7 +258,7 @@ class Testbed:
         )
 
     def output(self, name: str, *command: str, timeout_s: float = _COMMAND_LIMIT_S) -> str:
-        """Run a command as `exec` does and return what it prints. Raises: TestbedError when its status is not 0."""
+        """Run a command as `exec` does and return its output. Raises: TestbedError if its status is not 0."""
         options = {"stdin": subprocess.DEVNULL, "capture_output": True, "text": True}
         done = self.exec(name, *command, timeout_s=timeout_s, **options)
         if done.returncode != 0:
@@ -269,7 +270,7 @@ class Testbed:
     def cut(self, name: str, *peers: str) -> None:
         """Lose every packet between a host and the peers, both ways, without any error: as in a wide-area network.
 
-        A peer is a host or "notebook"; without peers, all that are up.
+        A peer is a host or "notebook"; by default all that are up.
         """
         self._set_neighbours(name, peers, reachable=False)
 
@@ -278,7 +279,7 @@ class Testbed:
         self._set_neighbours(name, peers, reachable=True)
 
     def shape(self, name: str, link: Link) -> None:
-        """Change the delay, rate and loss of a host's cable, for frames to come."""
+        """Change the delay, rate and loss of a host's cable for later frames."""
         relay = self._helper_pid(f"{self._netns_host(name).name}/relay")
         if relay is None:
             raise TestbedError(f"{name} has no relay: give `up` a link option, for example --delay 0ms")
@@ -286,7 +287,7 @@ class Testbed:
         os.kill(relay, signal.SIGHUP)
 
     def stop_sshd(self, name: str, *, sessions: bool = False) -> None:
-        """Stop listening, and with ``sessions`` end the open connections; what they started may live on."""
+        """Stop listening; with ``sessions`` close open connections too. Processes that they started may live on."""
         host = self.host(name)
         for pid in self._find_sshd(host, listening=True):
             with contextlib.suppress(ProcessLookupError):
@@ -296,7 +297,7 @@ class Testbed:
             self.kill_sessions(name)
 
     def start_sshd(self, name: str) -> None:
-        """Start the SSH server; return when it listens."""
+        """Start the SSH server; return once it listens."""
         host, log, config = self.host(name), self._path(name) / "sshd.log", self._path(name) / "sshd_config"
         try:
             machine.run(*self.enter(name), machine.find_tool("sshd") or "sshd", "-f", config, "-E", log)
@@ -305,7 +306,7 @@ class Testbed:
             raise TestbedError(f"{exc}\n{machine.read_end(log)}") from exc
 
     def kill_sessions(self, name: str) -> None:
-        """Kill whoever serves a connection to the SSH server, not the server; what they started may live on."""
+        """Kill the processes that serve SSH connections, not the server; processes that they started may live on."""
         host = self.host(name)
 
         def find_sessions() -> set[int]:
@@ -314,12 +315,12 @@ class Testbed:
         machine.kill_all(find_sessions, f"the end of the SSH sessions on {name}")
 
     def reboot(self, name: str) -> None:
-        """Switch a host off and on. Home and /tmp stay, unless they are in memory (disk)."""
+        """Switch a host off and on. Home and /tmp stay, unless they are in memory (see ``disk``)."""
         self._switch_off(self._netns_host(name).name)
         self._boot(name)
 
     def set_own_name(self, name: str, own_name: OwnName) -> None:
-        """Choose what a host's own name resolves to, on that host only."""
+        """Set the address to which a host's own name resolves, on that host only."""
         own = self._netns_host(name)
         lines = ["127.0.0.1\tlocalhost", f"{self.inventory.notebook_ip}\tnotebook"]
         for host in self.hosts:
@@ -329,10 +330,10 @@ class Testbed:
                 lines.append(f"127.0.1.1\t{host.hostname} {host.name}")
         (self._path(name) / "hosts").write_text("\n".join(lines) + "\n")  # in place: it is mounted on /etc/hosts
 
-    # How hosts are made and ended
+    # Starting and stopping hosts
 
     def _plan_hosts(self, num_hosts: int, mode: Mode) -> tuple[Host, ...]:
-        """Choose a network that nobody has, and the hosts' addresses in it."""
+        """Choose a network that is not in use, and the hosts' addresses in it."""
         inventories = self.folder.parent.glob("*/inventory.json")
         number = machine.choose_network({Inventory.from_json(path.read_text()).notebook_ip for path in inventories})
         network, port = (f"198.18.{number}", 22) if mode == "netns" else (f"127.{number}.0", 2222)
@@ -351,7 +352,7 @@ class Testbed:
         )
 
     def _begin(self, inventory: Inventory) -> None:
-        """Make what the hosts have in common: inventory, keeper, bridge, key."""
+        """Create what the hosts share: inventory, keeper, bridge, key."""
         machine.write_at_once(self.folder / "inventory.json", inventory.to_json())
         if inventory.ttl_s or inventory.owner_pid:
             self._start_keeper(inventory.id)
@@ -360,11 +361,11 @@ class Testbed:
             add = f"link add name {bridge} address {inventory.notebook_mac} type bridge"
             machine.run("ip", "-batch", "-", stdin=f"{add}\naddr add {ip}/24 dev {bridge}\nlink set {bridge} up\n")
         elif os.getuid() == 0:
-            Path("/run/sshd").mkdir(mode=0o755, exist_ok=True)  # sshd wants it; Debian makes it with its own service
+            Path("/run/sshd").mkdir(mode=0o755, exist_ok=True)  # sshd needs it; Debian creates it with its own service
         machine.make_key(self.folder / "id", comment=self.prefix)
 
     def _prepare(self, host: Host, sshd_options: Sequence[str]) -> None:
-        """Make a host's folder: its keys, its sshd_config, and its lines in known_hosts and ssh_config."""
+        """Create a host's folder: its keys, its sshd_config, and its lines in known_hosts and ssh_config."""
         folder = self._path(host.name)
         home = folder / "home"
         (home / ".ssh").mkdir(mode=0o700, parents=True)
@@ -391,7 +392,7 @@ class Testbed:
             file.write("\n  ".join(client) + "\n")
 
     def _boot(self, name: str) -> None:
-        """Start a host's pid 1, plug its cable in at both ends, start its sshd."""
+        """Start a host's pid 1, connect its cable at both ends, start its sshd."""
         host, port, link = self.host(name), f"{self.prefix}-{name}", self.inventory.link
         unshare = ["unshare", "--net", "--mount", "--pid", "--uts", "--ipc", "--fork", "--kill-child"]
         self._start_helper(f"{name}/init", *unshare, *machine.python(_HOSTPROC, "init", self._path(name)))
@@ -406,7 +407,7 @@ class Testbed:
         machine.run("ip", "link", "set", port, "up")
         batch = f"link set lo up\nlink set eth0 address {host.mac}\naddr add {host.ip}/24 dev eth0\nlink set eth0 up\n"
         machine.run(*self.enter(name, "--net"), "ip", "-batch", "-", stdin=batch)
-        self.heal(name)  # fixed neighbours: a cut is silent, no ARP fails
+        self.heal(name)  # fixed neighbours keep a cut silent: no ARP fails
         self.start_sshd(name)
 
     def _switch_off(self, name: str) -> None:
@@ -426,7 +427,7 @@ class Testbed:
         machine.delete_devices(rf"{self.prefix}-(br|h\d+x?)")
         if self.folder.exists():
             shutil.rmtree(self.folder)
-        for helper in list(self._helpers):  # another process took the testbed down: ours are still to be reaped
+        for helper in list(self._helpers):  # another process took the testbed down: reap our helpers
             self._end_helper(helper)
 
     def _set_neighbours(self, name: str, peers: Sequence[str], *, reachable: bool) -> None:
@@ -470,7 +471,7 @@ class Testbed:
         return now.pid if now.started == then.started and now.state not in "ZX" else None
 
     def _start_helper(self, helper: str, *command: str) -> None:
-        """Start a process that stays; return when its pid file is there."""
+        """Start a helper; return when its pid file exists."""
         pid_file, log = self.folder / f"{helper}.pid", self.folder / f"{helper}.log"
         pid_file.unlink(missing_ok=True)
         process = self._helpers[helper] = machine.start(command, log=log)
@@ -484,7 +485,7 @@ class Testbed:
         (self.folder / "keeper.pid").write_text(Path(f"/proc/{process.pid}/stat").read_text())
 
     def _end_helper(self, helper: str) -> None:
-        """Kill a helper, if there is one, and wait for its end: for a host's pid 1 that of all its processes."""
+        """Kill a helper, if it runs, and wait for its exit: for a host's pid 1 that of all its processes."""
         pid = self._helper_pid(helper)
         if pid is not None and pid != os.getpid():
             os.kill(pid, signal.SIGKILL)
@@ -494,7 +495,7 @@ class Testbed:
             process.wait(_END_LIMIT_S)
 
     def _find_sshd(self, host: Host, *, listening: bool) -> set[int]:
-        """Return the pids, as seen from here, of who has the socket that listens, or of who has a connection to it."""
+        """Return the outer pids of the processes that hold the listening socket, or a connection to it."""
         inside = "self" if self.inventory.mode == "loopback" else self._pid_of_running(host.name)
         sockets = [tcp for tcp in procfs.read_tcp_sockets(inside) if (tcp.address, tcp.port) == (host.ip, host.port)]
         return procfs.find_holders({tcp.inode for tcp in sockets if tcp.is_listening == listening})
