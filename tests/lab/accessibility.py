@@ -1,6 +1,6 @@
-"""What keeps people out of a part of the page, as axe-core finds it: contrast, names for screen readers, the keyboard.
+"""Accessibility of a part of the page, as axe-core checks it: contrast, names for screen readers, the keyboard.
 
-The Makefile brings axe-core, which is not ours to keep, by npm into the virtual environment.
+The Makefile installs axe-core, which is not part of this repository, with npm into the virtual environment.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from playwright.sync_api import Locator, expect
 from .window import Window, set_theme
 
 AXE = Path(sys.prefix) / "share/axe-core/axe.min.js"
-# Whether all of the page is in landmarks is for JupyterLab to see to.
+# JupyterLab is responsible for landmarks.
 _OPTIONS = {"rules": {"region": {"enabled": False}}, "resultTypes": ["violations"]}
-# In JupyterLab the page itself has no height, and hides what is beyond that: all text, axe-core would think.
+# In JupyterLab the page itself has no height and hides its overflow, so axe-core would take all text for hidden.
 _RUN = """async (element, options) => {
   const hiding = [document.body, document.getElementById('main')], before = hiding.map(each => each.style.overflow);
   hiding.forEach(each => { each.style.overflow = 'visible'; });
@@ -30,7 +30,7 @@ _RUN = """async (element, options) => {
 
 
 def require_accessible(window: Window, element: Locator) -> None:
-    """In the light and in the dark theme; the light one is left on. Raises: AssertionError with all that is wrong."""
+    """Check ``element`` in both themes; the light one is left on. Raises: AssertionError with all violations."""
     if not window.js("() => 'axe' in window"):
         window.page.evaluate(AXE.read_text(encoding="utf-8"))
     try:

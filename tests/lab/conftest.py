@@ -1,10 +1,10 @@
 """A real JupyterLab in Debian's Chromium, as a user has it.
 
-For all modules of this folder that a process runs one after the other, `lab` is one server and `window` one page with
-JupyterLab; `notebook("x = 1", "x + 1")` opens a new notebook with these cells in it, and `same_notebook` puts them into
-one that the tests of a module share, with its kernel and its ranks. A test fails on an error in the
-page, and when a process outlives the kernel. `check_accessibility(locator)` asserts that nothing inside of an element
-keeps people out, and `set_theme(window, dark=True)` of window.py changes the colours.
+All modules of this folder that a process runs in sequence share one server, `lab`, and one page with JupyterLab,
+`window`. `notebook("x = 1", "x + 1")` opens a new notebook with these cells; `same_notebook` puts them into one that
+the tests of a module share, with its kernel and its ranks. A test fails on an error in the page, and if a process
+outlives the kernel. `check_accessibility(locator)` asserts that an element and its content are accessible;
+`set_theme(window, dark=True)` of window.py changes the colours.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from .server import Lab, end, running_lab
 from .window import LOOK_LIMIT_S, Window, running_browser, set_theme
 
 _Opened = TypeVar("_Opened")
-_opened: dict[str, object] = {}  # what the modules of this folder share, by its name
+_opened: dict[str, object] = {}  # what the modules of this folder share, by name
 _to_close = contextlib.ExitStack()
 
 
 def _shared(name: str, opening: Callable[[], AbstractContextManager[_Opened]]) -> _Opened:
-    """Open it when it is first asked for."""
+    """Open it on the first request."""
     if name not in _opened:
         _opened[name] = _to_close.enter_context(opening())
     return cast("_Opened", _opened[name])
@@ -37,9 +37,9 @@ def _shared(name: str, opening: Callable[[], AbstractContextManager[_Opened]]) -
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> Generator[None]:
-    """Behind all else of the folder's last test its server and browser end.
+    """Stop the server and the browser after all else of the folder's last test.
 
-    While Playwright runs, this thread has an event loop, and the tests of other rooms want their own.
+    While Playwright runs, this thread has an event loop, and the tests of other rooms need one of their own.
     """
     try:
         return (yield)
@@ -56,7 +56,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(scope="session")
 def kernel_python(request: pytest.FixtureRequest) -> str:
-    """The Python of the kernels: `make test-kernels` alone runs the tests that ask for it."""
+    """The Python of the kernels; only `make test-kernels` runs the tests that request it."""
     return str(request.config.getoption("--kernel-python"))
 
 
@@ -82,7 +82,7 @@ def window(lab: Lab, browser: Browser) -> Window:
 
 @pytest.fixture
 def sharp_window(lab: Lab, browser: Browser) -> Generator[Window]:
-    """A narrow window without a sidebar, for pictures. Ask for it before `notebook`: it then closes after it."""
+    """A narrow window without a sidebar, for pictures. Request it before `notebook`, so that it closes afterwards."""
     window = Window(browser, lab, width=880, height=1000, sharpness=2)
     try:
         window.show_sidebar(is_shown=False)
@@ -94,7 +94,7 @@ def sharp_window(lab: Lab, browser: Browser) -> Generator[Window]:
 
 @pytest.fixture
 def narrow_window(window: Window, request: pytest.FixtureRequest) -> Generator[Window]:
-    """The same where pictures go into the docs; else the window of all modules, made narrow, which is there already."""
+    """The sharp window for pictures that go into the docs; otherwise the open shared window, made narrow."""
     if are_for_docs():
         yield request.getfixturevalue("sharp_window")
         return
@@ -111,7 +111,7 @@ def narrow_window(window: Window, request: pytest.FixtureRequest) -> Generator[W
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Generator[None]:
-    """A test fails by an error that it raised in the page, as by one of its own."""
+    """Fail a test on an error that it raised in the page."""
     result = yield
     _require_no_errors()
     return result
@@ -119,9 +119,9 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None]:
 
 @pytest.fixture(autouse=True)
 def no_error_in_the_page(request: pytest.FixtureRequest) -> Generator[None]:
-    """Behind all else of a test: closing what it opened raised no error in the page of all modules.
+    """Check, after all else of a test, that closing what it opened raised no error in the shared page.
 
-    A test that fails has the page loaded anew: what it has left open there would fail others.
+    After a failed test the page is reloaded: what the test has left open there would make other tests fail.
     """
     expect.set_options(timeout=LOOK_LIMIT_S * 1000)
     num_failed = request.session.testsfailed
@@ -166,14 +166,14 @@ def notebook(lab: Lab, window: Window, request: pytest.FixtureRequest) -> Genera
 
 
 def _take_picture(nb: Notebook) -> None:
-    """For who wonders why a test failed."""
+    """Take a picture of the page, for debugging a failed test."""
     with contextlib.suppress(Error):
         nb.page.screenshot(path=nb.path.with_name("page.png"))
 
 
 @pytest.fixture(scope="module")
 def kept_notebooks(lab: Lab, window: Window) -> Generator[list[Notebook]]:
-    """The one of the module, where a test has opened it."""
+    """The notebook of the module, once a test has opened it."""
     before, kept = lab.processes(), list[Notebook]()
     yield kept
     for nb in kept:
@@ -185,9 +185,9 @@ def kept_notebooks(lab: Lab, window: Window) -> Generator[list[Notebook]]:
 def same_notebook(
     lab: Lab, window: Window, kept_notebooks: list[Notebook], request: pytest.FixtureRequest
 ) -> Generator[Callable[..., Notebook]]:
-    """Return a function as that of `notebook`, for tests that leave the kernel as they find it: they share one.
+    """Return a function like that of `notebook`, for tests that leave the kernel unchanged: they share one notebook.
 
-    Its folder is empty, as a fresh one is. A test that fails has the next one begin with another kernel.
+    Its folder is emptied before each test. After a failed test the next one gets another notebook and kernel.
     """
     num_failed = request.session.testsfailed
 

@@ -1,4 +1,4 @@
-"""What a user does in the console of pipelines to make one: typed and clicked, in the words of the page."""
+"""Steps of a user who creates a pipeline in the console, by typing and clicking, with the labels of the page."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ _MOST_TABS = 100
 
 
 def tab_to(target: Locator, *, back: bool = False) -> None:
-    """Press Tab until it has the focus, as who has no mouse does; ``back``: with Shift."""
+    """Press Tab until ``target`` has the focus, like a user without a mouse; ``back``: with Shift."""
     expect(target).to_be_visible()
     for _ in range(_MOST_TABS):
         if target.evaluate("element => element === document.activeElement"):
@@ -18,13 +18,13 @@ def tab_to(target: Locator, *, back: bool = False) -> None:
 
 
 def press(target: Locator, *, back: bool = False) -> None:
-    """Go there by Tab and press Enter."""
+    """Move the focus to ``target`` with Tab and press Enter."""
     tab_to(target, back=back)
     target.page.keyboard.press("Enter")
 
 
 def begin_pipeline(view: Locator, name: str) -> None:
-    """Make a new one, which opens its form."""
+    """Create a pipeline, which opens its form."""
     view.get_by_role("button", name="New").click()
     view.page.keyboard.type(name)
     view.page.keyboard.press("Enter")
@@ -33,7 +33,7 @@ def begin_pipeline(view: Locator, name: str) -> None:
 
 
 def add_node(view: Locator, host: str, *, ranks: int) -> None:
-    """Add one without GPUs, on the page of the nodes; its form is open, and that of no other one."""
+    """Add a node without GPUs on the page of nodes; only its form is open then."""
     for opened in view.locator(".twist[aria-expanded=true]").all():
         opened.click()
     view.get_by_role("button", name="Add node").click()
@@ -44,6 +44,6 @@ def add_node(view: Locator, host: str, *, ranks: int) -> None:
 
 
 def type_script(view: Locator, text: str) -> None:
-    """Choose a typed script, on the page of the source."""
+    """Choose a typed script on the page of the source."""
     view.get_by_role("radio", name="Text").check()
     view.get_by_label("Script text").fill(text)

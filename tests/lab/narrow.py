@@ -1,4 +1,4 @@
-"""Views where a page has little room for them: nothing is cut off there, and nothing scrolls sideways."""
+"""Views on a narrow page: nothing is cut off, and nothing scrolls sideways."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from playwright.sync_api import Locator
 
 __all__ = ["require_fits"]
 
-# What is drawn anew for another width comes with one of the next frames; what scrolls by itself has its own edge.
+# The view is redrawn for the new width within some frames; elements that scroll by themselves have their own edge.
 _BEYOND_ITS_EDGE = """async (view, width) => {
   const before = view.style.width, scrolls = (each) => each.parentElement.closest('.dt pre, .dt .lines, .dt .wide');
   const find = () => {
@@ -22,6 +22,6 @@ _BEYOND_ITS_EDGE = """async (view, width) => {
 
 
 def require_fits(view: Locator, width_px: int = 420) -> None:
-    """Raises: AssertionError with all that is beyond the edge of ``view`` where that is so narrow."""
+    """Check that nothing exceeds the edge of ``view`` at this width. Raises: AssertionError with what does."""
     beyond = view.evaluate(_BEYOND_ITS_EDGE, width_px)
     assert beyond == [], f"at {width_px} px beyond the edge:\n" + "\n".join(beyond)

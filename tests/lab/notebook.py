@@ -13,14 +13,14 @@ from playwright.sync_api import Locator, expect
 from .window import LOOK_LIMIT_S, PAGE_LIMIT_S, Window
 
 _POLL_S = 0.05
-_AIR_PX = 8  # around the cells of a picture
+_AIR_PX = 8  # margin around the cells of a picture
 
 
 class Notebook:
     """A notebook, open in a window. Cells are counted from 0."""
 
     def __init__(self, window: Window, path: Path, *, folder: Path) -> None:
-        """Open ``path``, which lies in the server's ``folder``, and wait until its kernel is idle."""
+        """Open ``path``, which is in the server's ``folder``, and wait until its kernel is idle."""
         self.window = window
         self.page = window.page
         self.js = window.js
@@ -34,13 +34,13 @@ class Notebook:
         self._wait_for_kernel()
 
     def show_again(self, *sources: str) -> None:
-        """Put these cells in the place of all others; the kernel goes on, and so does what runs on it."""
+        """Replace all cells by these; the kernel and everything on it keep running."""
         self._open()
         self.js(_PUT_CELLS, [source.strip("\n") for source in sources])
         expect(self._panel.locator(".jp-Notebook .jp-Cell")).to_have_count(len(sources))
 
     def close(self) -> None:
-        """End the kernel, close the notebook without saving it, where the page still has it."""
+        """Stop the kernel and close the notebook without saving it, if the page still has it."""
         is_closed = False
         try:
             is_closed = self.js(_CLOSE, self._in_lab)
@@ -52,14 +52,14 @@ class Notebook:
         self.page.wait_for_function(_IS_KERNEL_IDLE, arg=self._in_lab, timeout=PAGE_LIMIT_S * 1000)
         expect(self._panel.locator(".jp-Notebook")).to_be_visible()
 
-    # ---- what a user does
+    # ---- actions of a user
 
     def run_all(self) -> None:
-        """Run all cells, as the menu does; return when the last reply is in."""
+        """Run all cells, as the menu does; return when the last reply has arrived."""
         self.window.command("notebook:run-all-cells")
 
     def run(self, index: int) -> None:
-        """Run a cell; return when its reply is in."""
+        """Run a cell; return when its reply has arrived."""
         self.select(index)
         self.window.command("notebook:run-cell")
 
@@ -78,29 +78,29 @@ class Notebook:
         self.js("index => { window.jupyterapp.shell.currentWidget.content.activeCellIndex = index; }", index)
 
     def restart(self) -> None:
-        """What the menu does, without its question."""
+        """Restart the kernel, as the menu does, without the confirmation."""
         self.js("() => window.jupyterapp.shell.currentWidget.sessionContext.restartKernel()")
         self._wait_for_kernel()
 
     def restart_and_run_all(self) -> None:
-        """What the menu does, without its question."""
+        """Restart and run all, as the menu does, without the confirmation."""
         self.restart()
         self.run_all()
 
     def reload(self) -> None:
-        """Reload the page and open the notebook, as it was saved, with the kernel that it has."""
+        """Reload the page and open the notebook as it was saved, with its running kernel."""
         self.window.load()
         self._open()
 
     def save(self) -> nbformat.NotebookNode:
-        """Save the notebook; return what is in the file."""
+        """Save the notebook; return the content of the file."""
         self.window.command("docmanager:save")
         return nbformat.read(self.path, as_version=4)
 
     def wait_for_answer(self) -> None:
-        """Wait until the kernel runs what it is sent; after a cell that failed it drops what was queued behind it.
+        """Wait until the kernel runs new requests; after a failed cell it drops the requests that were queued.
 
-        A page that was loaded again is not told when a cell ends that was sent before.
+        A reloaded page is not informed when a cell that was sent before finishes.
         """
         self.page.wait_for_function(_ANSWERS, timeout=PAGE_LIMIT_S * 1000, polling=1000 * _POLL_S)
 
@@ -110,25 +110,25 @@ class Notebook:
         return self._panel.locator(".jp-Notebook .jp-Cell").nth(index)
 
     def prompt(self, index: int) -> Locator:
-        """``[ ]:``, ``[*]:`` while the cell runs or is queued, ``[3]:``."""
+        """Return the prompt: ``[ ]:``, ``[*]:`` while the cell runs or is queued, ``[3]:``."""
         return self.cell(index).locator(".jp-InputPrompt")
 
     def expect_end(self, index: int, *, limit_s: float = LOOK_LIMIT_S) -> int:
-        """Wait until a cell has ended; return the number that it has."""
+        """Wait until a cell has finished; return its number."""
         expect(self.prompt(index)).to_have_text(re.compile(r"^\[\d+\]:$"), timeout=limit_s * 1000)
         return int(self.prompt(index).inner_text().strip("[]:"))
 
     def outputs(self, index: int) -> Locator:
-        """What stands below a cell, one element per output."""
+        """The output of a cell, one element per output."""
         return self.cell(index).locator(".jp-OutputArea-output")
 
     def text(self, index: int) -> str:
-        """All the text below a cell, as it stands there now."""
+        """Return all text of a cell's output as it is now."""
         texts = filter(None, self.outputs(index).all_inner_texts())
         return "".join(text if text.endswith("\n") else f"{text}\n" for text in texts)
 
     def wait_for_text(self, index: int, pattern: str, *, limit_s: float = LOOK_LIMIT_S) -> str:
-        """Wait until the text below a cell has a match of ``pattern``; return the text."""
+        """Wait until the text of a cell's output matches ``pattern``; return the text."""
         deadline = time.monotonic() + limit_s
         while not re.search(pattern, text := self.text(index), re.MULTILINE):
             assert time.monotonic() < deadline, (
@@ -138,7 +138,7 @@ class Notebook:
         return text
 
     def take_picture(self, path: Path, *, last: int) -> None:
-        """Write a picture of the cells down to ``last``, as they are now."""
+        """Write a picture of the cells up to ``last``, as they are now."""
         for cell in self._panel.locator(".jp-Notebook .jp-Cell").all()[last + 1 :]:
             cell.evaluate("cell => { cell.style.visibility = 'hidden'; }")
         top, bottom = self.cell(0).bounding_box(), self.cell(last).bounding_box()

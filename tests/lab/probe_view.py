@@ -1,4 +1,4 @@
-"""A view with one of everything, for the tests of what all views share."""
+"""A view with one element of every kind, for the tests of what all views share."""
 
 from __future__ import annotations
 

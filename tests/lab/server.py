@@ -1,4 +1,4 @@
-"""A JupyterLab server of its own, with nothing of its user's settings."""
+"""A JupyterLab server of its own, without any of the user's settings."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from pathlib import Path
 import psutil
 
 _SERVER_LIMIT_S = 60.0
-_END_LIMIT_S = 60.0  # a session lingers for 20 s behind its kernel
+_END_LIMIT_S = 60.0  # a session lingers for 20 s after its kernel
 _POLL_S = 0.05
 
 # Every cell in the DOM, no pop-up, no autosave: the page changes only when a test or a kernel changes it.
@@ -31,7 +31,7 @@ _SETTINGS = {
     },
     "@jupyterlab/docmanager-extension:plugin": {"autosave": False},
 }
-# The server ends when this process is killed, before it could end the server.
+# The server exits if this process is killed before it could stop the server.
 _WITH_US = """
 import os, sys
 from detrain_nb.node.system.processes import die_with_parent
@@ -43,7 +43,7 @@ _MARK = "DETRAIN_NB_LAB_TEST"  # in the environment of the server, and so of all
 
 @dataclass(frozen=True)
 class Lab:
-    """A server that runs, and the folder it serves."""
+    """A running server, and the folder that it serves."""
 
     url: str
     token: str
@@ -51,11 +51,11 @@ class Lab:
     mark: str
 
     def processes(self) -> set[psutil.Process]:
-        """The server and everything that was started by it, by its kernels or by their sessions."""
+        """Return the server and every process that it, its kernels or their sessions have started."""
         return _marked_processes(self.mark)
 
     def end_kernel(self, path: str) -> None:
-        """End the kernel of a notebook that no page shows any more: one that is killed is started anew."""
+        """Stop the kernel of a notebook that no page shows any more; the server would restart a killed kernel."""
         for session in json.loads(self._ask("GET", "api/sessions")):
             if session["path"] == path:
                 self._ask("DELETE", f"api/sessions/{session['id']}")
@@ -69,7 +69,7 @@ class Lab:
 
 @contextlib.contextmanager
 def running_lab(base: Path, *, kernel_python: str | None = None) -> Iterator[Lab]:
-    """Run a server that keeps all it writes below ``base``, an empty folder; ``kernel_python`` runs its kernels."""
+    """Run a server that keeps all its files below ``base``, an empty folder; ``kernel_python`` runs its kernels."""
     root, settings = base / "root", base / "app-settings"
     for folder in (root, settings, base / "runtime"):
         folder.mkdir()
@@ -119,7 +119,7 @@ def _write_kernel(folder: Path, python: str) -> None:
 
 
 def _environment(base: Path, mark: str) -> dict[str, str]:
-    """This process's environment, with nothing of its user's Jupyter, of IPython or of other sessions."""
+    """Return this process's environment without the user's Jupyter and IPython settings and without other sessions."""
     foreign = ("JUPYTER", "JPY_", "IPYTHON", "DETRAIN_NB_")
     return {
         **{name: value for name, value in os.environ.items() if not name.startswith(foreign)},
@@ -151,7 +151,7 @@ def _wait_for_server(server: subprocess.Popen[bytes], runtime: Path, token: str,
     while time.monotonic() < deadline:
         if server.poll() is not None:
             raise RuntimeError(f"JupyterLab ended with exit code {server.returncode}:\n{log.read_text()}")
-        with contextlib.suppress(OSError, ValueError):  # its file is not there, or not whole yet
+        with contextlib.suppress(OSError, ValueError):  # its file is missing or incomplete
             url: str = json.loads((runtime / f"jpserver-{server.pid}.json").read_text(encoding="utf-8"))["url"]
             urllib.request.urlopen(f"{url}api/status?token={token}", timeout=_SERVER_LIMIT_S).close()
             return url
@@ -160,7 +160,7 @@ def _wait_for_server(server: subprocess.Popen[bytes], runtime: Path, token: str,
 
 
 def end(processes: set[psutil.Process]) -> list[str]:
-    """Wait until the processes have ended by themselves; kill those that do not and return what they are."""
+    """Wait until the processes have exited; kill and return those that do not."""
     _, alive = psutil.wait_procs(processes, timeout=_END_LIMIT_S)
     names = []
     for process in alive:

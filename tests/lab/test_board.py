@@ -1,4 +1,4 @@
-"""The board in JupyterLab: two real ranks that run, wait, die and are stopped; and 64 that were made."""
+"""The board in JupyterLab: two real ranks that run, wait, die and are stopped; and 64 synthetic ranks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     OpenNotebook = Callable[..., Notebook]
 
-pytestmark = pytest.mark.timeout(240)  # on a machine that has others to run
+pytestmark = pytest.mark.timeout(240)  # the machine may be busy
 
 TESTS = Path(__file__).resolve().parents[2]
 START = "%load_ext detrain_nb\n%distributed start -n 2"
@@ -84,7 +84,7 @@ def test_board_follows_two_ranks_that_run_wait_die_and_are_stopped(
     nb.run(2)
     nb.start(3)
     check_running(nb, board)
-    many = re.compile(r"step ([5-9]\d{4}|\d{6,}) of rank 0")  # 100,000 lines of both
+    many = re.compile(r"step ([5-9]\d{4}|\d{6,}) of rank 0")  # 100,000 lines from both ranks
     expect(tile(board, 0)).to_contain_text(many, timeout=60_000)
     nb.save()
     board.get_by_role("button", name="Stop cell").click()
@@ -99,7 +99,7 @@ def test_board_follows_two_ranks_that_run_wait_die_and_are_stopped(
 
 
 def check_idle(board: Locator) -> None:
-    """One line, which opens."""
+    """An idle board is one line, which can be opened."""
     expect(board.get_by_text("2 ranks")).to_be_visible()
     expect(tile(board, 0)).to_be_hidden()
     board.get_by_role("button", name="Show ranks").click()
@@ -110,7 +110,7 @@ def check_idle(board: Locator) -> None:
 
 
 def check_running(nb: Notebook, board: Locator) -> None:
-    """All that a tile says, its pane, and the keys."""
+    """Check all entries of a tile, its pane, and the keys."""
     expect(board.get_by_text(re.compile(r"cell \[4\], 0:\d\d"))).to_be_visible()
     first = tile(board, 0)
     expect(first).to_contain_text("running")
@@ -154,7 +154,7 @@ def check_densities(nb: Notebook, board: Locator) -> None:
 
 
 def check_hang(nb: Notebook, board: Locator, folder: Path) -> None:
-    """Who waits for whom; an interrupt of one frees nobody. A page that is reloaded then has it all, and stops it."""
+    """Check which rank waits for which; interrupting one frees none. A reloaded page shows it, and stops the cell."""
     expect(tile(board, 0)).to_contain_text("waits")
     expect(tile(board, 0)).to_contain_text(re.compile(r"all_reduce.* for rank 1"))
     expect(tile(board, 1)).to_contain_text("awaited")
@@ -192,7 +192,7 @@ def check_death(board: Locator) -> None:
 
 
 def check_end(nb: Notebook) -> None:
-    """A page that was reloaded keeps the last picture; one that shows it since then gets the plain form."""
+    """A reloaded page keeps the last picture; a page that is opened later shows the plain form."""
     nb.run(6)
     nb.run(7)
     expect(nb.cell(6).locator(".dt").get_by_text("cell [8] took")).to_be_visible()
@@ -210,7 +210,7 @@ def check_end(nb: Notebook) -> None:
 def test_first_long_cell_of_a_session_shows_a_board_above_its_output(notebook: OpenNotebook) -> None:
     long = "%%distributed\nfor i in range(40):\n    print('line', i)\nwait_for('{}')"
     cells = [long.format("first"), long.format("second"), "%distributed stop"]
-    nb = notebook(START, SETUP, "%distributed config board=auto", *cells)  # also a cell of SETUP may last
+    nb = notebook(START, SETUP, "%distributed config board=auto", *cells)  # a cell of SETUP may take long enough, too
     for index in range(3):
         nb.run(index)
     nb.start(3)
@@ -227,7 +227,7 @@ def test_first_long_cell_of_a_session_shows_a_board_above_its_output(notebook: O
     assert "<table" in plain.data["text/html"], "what is read without this kernel"
     nb.start(4)
     expect(board.get_by_text("cell [5]")).to_be_visible()
-    expect(board.get_by_role("table")).to_be_visible()  # as it was before the cell was drawn anew
+    expect(board.get_by_role("table")).to_be_visible()  # as it was before the new cell drew it
     (nb.path.parent / "second").touch()
     expect(nb.prompt(4)).to_have_text("[5]:")
     expect(nb.cell(4).locator(".dt")).to_have_count(0)
@@ -238,7 +238,7 @@ def test_first_long_cell_of_a_session_shows_a_board_above_its_output(notebook: O
     assert last.text == lines
 
 
-# ---- 64 ranks that were made
+# ---- 64 synthetic ranks
 
 MANY = f"""
 import sys, time; sys.path.insert(0, {str(TESTS / "tests" / "widgets")!r})
@@ -299,7 +299,7 @@ def test_64_ranks_stay_legible_and_are_drawn_at_once(
     board.evaluate(MEASURE)
     nb.run(1)
     expect(cells.last).to_have_attribute("title", re.compile("turn 19 sent"))
-    nb.page.wait_for_function("() => window.lates.length")  # fewer than turns on a machine that has others to run
+    nb.page.wait_for_function("() => window.lates.length")  # fewer than turns on a busy machine
     print("ms from publish to drawn:", sorted(nb.js("() => window.lates")))
     check_narrow(board)
 
@@ -308,7 +308,7 @@ def test_64_ranks_stay_legible_and_are_drawn_at_once(
 def test_board_is_accessible_at_every_density(
     notebook: OpenNotebook, check_accessibility: Callable[[Locator], None]
 ) -> None:
-    # in each state that there is; of more ranks the search for faults takes a minute
+    # in every state; with more ranks the accessibility check takes a minute
     nb = notebook(MANY.replace("board_with_a_hang()", "board_with_a_hang(16, host=0, late=3, dead=9, fresh=12)"))
     nb.run(0)
     board = nb.cell(0).locator(".dt")
@@ -322,7 +322,7 @@ def test_board_is_accessible_at_every_density(
 
 
 def check_narrow(board: Locator) -> None:
-    """Where there is little room nothing is wider than the view."""
+    """Check that on a narrow page nothing is wider than the view."""
     for width in (360, 700):
         board.evaluate("(board, width) => { board.style.width = `${width}px`; }", width)
         for density in ("Tiles", "Table", "Cells"):

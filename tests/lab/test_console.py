@@ -1,4 +1,4 @@
-"""The console of pipelines in a page: the list, and the form of one, by mouse and by keyboard."""
+"""The console of pipelines in a page: the list and the form of a pipeline, by mouse and by keyboard."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ OpenNotebook = Callable[..., Notebook]
 
 _IN_DOCS = ("list", "general", "nodes", "source", "review")
 
-# What is kept of the user lies beside the notebook, and the hosts of no ~/.ssh/config are asked.
+# The user's files are next to the notebook, and the hosts of the real ~/.ssh/config are not contacted.
 _BEGIN = """
 import os
 from pathlib import Path
@@ -38,7 +38,7 @@ from detrain_nb.jobs.record import Record
 from detrain_nb.pipelines import MyPipelines
 %load_ext detrain_nb
 """
-# Pipelines, and what was last heard of their jobs.
+# Pipelines, and the last known state of their jobs.
 _MAKE = """
 mine, record = MyPipelines(), Record()
 script = {"script_text": "print('ran')"}
@@ -73,10 +73,10 @@ def row(view: Locator, name: str) -> Locator:
 
 
 def take_pictures(nb: Notebook, view: Locator, name: str, folder: Path) -> None:
-    """In both themes; some of them are for the docs. A narrow page has room for it, too."""
+    """Take pictures in both themes, some of them for the docs. Everything must fit a narrow page, too."""
     before = nb.page.viewport_size
     assert before
-    nb.page.set_viewport_size({**before, "height": 1600})  # all of it is in sight
+    nb.page.set_viewport_size({**before, "height": 1600})  # all of it is visible
     try:
         for theme in ("dark", "light"):
             set_theme(nb.window, dark=theme == "dark")
@@ -155,7 +155,7 @@ def test_list_is_searched_sorted_and_worked_with_by_keyboard(notebook: OpenNoteb
     nb.page.keyboard.press("Enter")
     expect(view.get_by_role("alert")).to_contain_text("it does not exist")
     nb.page.keyboard.type("2")
-    expect(view.get_by_text("it does not exist")).to_be_hidden()  # nobody has asked for the other one
+    expect(view.get_by_text("it does not exist")).to_be_hidden()  # the new name has not been submitted
     view.get_by_text("Paste its text, choose its kind").click()
     take_pictures(nb, view, "import", tmp_path)
     view.get_by_label("Text of the file").press("Escape")
@@ -164,13 +164,13 @@ def test_list_is_searched_sorted_and_worked_with_by_keyboard(notebook: OpenNoteb
     gone = view.get_by_role("button", name="Open moe-draft").element_handle()
     assert gone
     (nb.path.parent / "pipelines" / "moe-draft.toml").unlink()
-    gone.evaluate("button => button.click()")  # also where the list is just drawn anew, without it
+    gone.evaluate("button => button.click()")  # also if the list was just redrawn without it
     expect(view.get_by_role("alert")).to_contain_text("moe-draft")
     view.get_by_role("button", name="Refresh").click()
     expect(row(view, "moe-draft")).to_have_count(0)
-    expect(view.get_by_role("alert")).to_contain_text("moe-draft")  # until it is closed
+    expect(view.get_by_role("alert")).to_contain_text("moe-draft")  # until the alert is closed
 
-    view.evaluate("view => { view.style.width = '420px'; }")  # a narrow page: nothing is cut off, or scrolls sideways
+    view.evaluate("view => { view.style.width = '420px'; }")  # nothing is cut off, or scrolls sideways
     take_pictures(nb, view, "narrow", tmp_path)
     expect(view.get_by_role("button", name="Open sweep-lr", exact=True)).to_be_visible()
     view.evaluate("view => { view.style.width = ''; }")
@@ -183,7 +183,7 @@ def test_list_is_searched_sorted_and_worked_with_by_keyboard(notebook: OpenNoteb
 
 @pytest.fixture
 def closed_port() -> Iterator[int]:
-    """A port of the loopback at which nobody listens, as long as a test runs."""
+    """A port of the loopback on which no process listens while a test runs."""
     with socket.socket() as bound:
         bound.bind(("127.0.0.1", 0))
         yield bound.getsockname()[1]
@@ -209,14 +209,14 @@ def test_everybody_can_use_it(
     expect(view.get_by_role("group", name="Left out of the import")).to_be_visible()
     check_accessibility(view)
     view.get_by_role("button", name="My Pipelines").click()
-    expect(view.get_by_label("Search name, node, status")).to_be_focused()  # else its cell is the active one again
+    expect(view.get_by_label("Search name, node, status")).to_be_focused()  # otherwise its cell is the active one again
     nb.run(2)
     view.get_by_role("button", name="Refresh").click()
     view.get_by_role("button", name="More for sweep-lr").click()
     next_menu = view.get_by_role("button", name="More for bert-finetune").element_handle()
     view.get_by_role("menuitem", name="Delete").evaluate("(item, menu) => { item.click(); menu.click(); }", next_menu)
     expect(view.locator(".undo")).to_be_visible()
-    expect(view.get_by_role("menuitem", name="Duplicate")).to_be_focused()  # who has gone on keeps the focus
+    expect(view.get_by_role("menuitem", name="Duplicate")).to_be_focused()  # a user who has moved on keeps the focus
     check_accessibility(view)
     nb.page.keyboard.press("Escape")
     view.get_by_role("button", name="Open gpt-pretrain").click()
@@ -233,7 +233,7 @@ def test_everybody_can_use_it(
     check_accessibility(view)
 
 
-# In all fields in sight of a view, something that is wrong there; what was there before is kept.
+# Types an invalid value into every visible field of a view, and keeps the previous value.
 _TYPE_WRONG = """view => {
   for (const fold of view.querySelectorAll("details")) fold.open = true;
   for (const field of view.querySelectorAll(".body .in:not(select)")) if (field.offsetParent) {
@@ -258,7 +258,7 @@ _OF_KINDS = {"Script": "Script", "Notebook": "Notebook", "Git": "URL", "Folder":
 
 
 def _type_wrong_into_every_field(view: Locator, check_accessibility: Callable[[Locator], None]) -> None:
-    """It stays and is told beside the field, and all is well when each is as it was."""
+    """Check that each wrong value stays and is reported next to its field; restored values clear the errors."""
     expect(view.get_by_label("Name", exact=True)).to_be_visible()
     _require_faults(view)
     check_accessibility(view)
@@ -293,7 +293,7 @@ def _require_faults(view: Locator) -> None:
 
 
 def _import_and_test_a_host(view: Locator) -> None:
-    """On the page of nodes: a host of ~/.ssh/config, at which nobody listens."""
+    """On the page of nodes, import a host of ~/.ssh/config on which no process listens, and test it."""
     view.get_by_role("button", name="Import from ~/.ssh/config").click()
     view.get_by_role("checkbox", name="away").check()
     view.get_by_role("button", name="Add 1 node").click()
@@ -317,10 +317,10 @@ def test_empty_list_has_examples_and_a_pipeline_runs(notebook: OpenNotebook, tmp
     nb.run(2)
     view.get_by_role("button", name="Refresh").click()
     view.get_by_role("button", name="More for here").click()
-    expect(menu.get_by_role("menuitem", name="Delete")).to_be_in_viewport(ratio=1)  # of a short list, too
+    expect(menu.get_by_role("menuitem", name="Delete")).to_be_in_viewport(ratio=1)  # also for a short list
     nb.page.keyboard.press("Escape")
     view.get_by_role("button", name="Run: here").click()
-    expect(row(view, "here")).to_contain_text("succeeded", timeout=60_000)  # nobody but the list asks
+    expect(row(view, "here")).to_contain_text("succeeded", timeout=60_000)  # only the list queries the job
     view.get_by_role("button", name="Open here").click()
     view.get_by_role("button", name="Insert as code").click()
     expect(nb.cell(2).locator(".jp-InputArea")).to_contain_text("job = submit(spec)")
@@ -332,13 +332,13 @@ def test_empty_list_has_examples_and_a_pipeline_runs(notebook: OpenNotebook, tmp
     view.get_by_label("Batch size").fill("32")
     view.get_by_role("button", name="My Pipelines").click()
     begin_pipeline(view, "other")
-    expect(view.get_by_label("Batch size")).to_have_value("")  # what was typed into another form is not shown in it
+    expect(view.get_by_label("Batch size")).to_have_value("")  # text of the other form does not appear here
     view.get_by_role("button", name="My Pipelines").click()
     _import_hosts(nb, view, tmp_path)
 
 
 def _import_hosts(nb: Notebook, view: Locator, folder: Path) -> None:
-    """A list of hosts becomes a draft; what was left out goes line by line, and the focus to the next one."""
+    """Import a list of hosts as a draft; its omissions are dismissed line by line, with the focus on the next line."""
     (nb.path.parent / "cluster").write_text("gpu[1-2] slots=4 rack=7 row=2\n")
     view.get_by_role("button", name="Import…").click()
     nb.page.keyboard.type("cluster")
@@ -379,7 +379,7 @@ def test_form_is_filled_in_by_keyboard_alone_saved_and_started(notebook: OpenNot
     assert "batch_size = 32" in nb.text(2) and 'host = "localhost"' in nb.text(2)
     view.get_by_role("button", name="Show job").click()
     shown = nb.cell(1).locator(".dt-shown")
-    expect(shown.locator(".dt-job")).to_be_in_viewport(ratio=0.5)  # when it has grown
+    expect(shown.locator(".dt-job")).to_be_in_viewport(ratio=0.5)  # once it has grown
     plain = nb.save().cells[1].outputs[1].data["text/html"]
     assert "<details><summary>The spec as TOML</summary>" in plain and "batch_size = 32" in plain
     nb.reload()
@@ -390,26 +390,26 @@ def test_form_is_filled_in_by_keyboard_alone_saved_and_started(notebook: OpenNot
     view.get_by_role("button", name="Review & start").click()
     expect(view.get_by_label("time", exact=True)).to_have_value("02:00:00")  # of the export to Slurm
     open_again = shown.get_by_role("button", name="Open pipeline")
-    expect(open_again).to_be_hidden()  # it is open
+    expect(open_again).to_be_hidden()  # the pipeline is already open
     view.get_by_role("button", name="My Pipelines").click()
     open_again.click()
     expect(view.get_by_label("Name", exact=True)).to_be_focused()
     shown.get_by_role("button", name="Close").first.click()
     view.get_by_role("button", name="My Pipelines").click()
     expect(names(view)).to_have_text(["train"])
-    expect(row(view, "train")).to_contain_text("succeeded", timeout=60_000)  # nothing of it outlives the kernel
+    expect(row(view, "train")).to_contain_text("succeeded", timeout=60_000)  # no process of it outlives the kernel
     begin_pipeline(view, "other")
     expect(view.get_by_text("starting train: the job is running")).to_have_count(0)
 
 
 def _type_general(nb: Notebook, view: Locator, folder: Path) -> None:
-    """A fault is told beside its field, at the step and at the foot, which leads there."""
+    """An error is shown next to its field, at the step and at the foot, which links to the field."""
     expect(view.get_by_label("Name", exact=True)).to_be_focused()
     expect(view.locator("[aria-current=step]")).to_contain_text("General")
     expect(view.locator(".ax label")).to_have_text([*Parallelism().axes])
     batch, precision, keys = view.get_by_label("Batch size"), view.get_by_label("Precision"), nb.page.keyboard
     tab_to(precision)
-    keys.press("ArrowDown")  # of a list, which JupyterLab leaves to it
+    keys.press("ArrowDown")  # the arrow key belongs to the drop-down list, not to JupyterLab
     expect(precision).to_have_value("bf16")
     tab_to(batch, back=True)
     keys.type("3o")
@@ -476,7 +476,7 @@ def _type_source(nb: Notebook, view: Locator, folder: Path) -> None:
 
 def _read_review(nb: Notebook, view: Locator, folder: Path) -> None:
     expect(view.locator(".plan")).to_contain_text("rank 1")
-    expect(view.get_by_role("heading", name="train", exact=True)).to_be_in_viewport()  # the page before is longer
+    expect(view.get_by_role("heading", name="train", exact=True)).to_be_in_viewport()  # the previous page is longer
     expect(view.get_by_role("button", name="Review & start")).to_be_focused()
     expect(view.locator(".cmds")).to_contain_text("--nproc-per-node=2")
     summary = view.get_by_role("group", name="Summary").locator("> div")
@@ -490,7 +490,7 @@ def _read_review(nb: Notebook, view: Locator, folder: Path) -> None:
 
 
 def _export(nb: Notebook, view: Locator, folder: Path) -> None:
-    """An option that is wrong is told beside its field, and what was typed for a format stays with it."""
+    """A wrong option is reported next to its field, and the options typed for a format are kept with it."""
     keys, exported = nb.page.keyboard, view.get_by_role("region", name="Exported file")
     time_limit = view.get_by_label("time", exact=True)
     tab_to(view.get_by_role("radio", name=re.compile("^torchrun")))
@@ -530,7 +530,7 @@ def _export(nb: Notebook, view: Locator, folder: Path) -> None:
 
 
 def _export_what_cannot_be(view: Locator) -> None:
-    """The fault of a format leads to the field that it is about."""
+    """The error of a format links to the field that it concerns."""
     export = view.locator(".export")
     export.get_by_role("radio", name=re.compile("^pytorchjob")).check()
     expect(export.get_by_text("a container on every node: give image")).to_be_visible()
@@ -581,13 +581,13 @@ def test_what_others_change_meanwhile_is_told_and_both_sides_can_be_kept(
     _choose_while_older_news_comes(nb, one)
     one.get_by_role("button", name="Next: Review & start").click()
     expect(one.locator(".plan")).to_contain_text("rank 0")
-    nb.run(5)  # its news has not come when Start is pressed
+    nb.run(5)  # its update has not arrived when Start is pressed
     one.get_by_role("button", name="Start on this machine").click()
     expect(one.get_by_role("alert")).to_contain_text("has changed since this page showed it, and was not started")
     expect(one.get_by_role("tabpanel", name="Text of the spec")).to_contain_text('A = "1"')
 
 
-# Before an edit is done pages are told an older form, which has another name.
+# Before an edit is applied, pages are sent an older form, which has another name.
 _TELL_OLDER = """
 import time
 edit, older = view.form.edit, view.describe_form()
@@ -602,7 +602,7 @@ view.form.edit = edit_late
 
 
 def _choose_while_older_news_comes(nb: Notebook, view: Locator) -> None:
-    """The kind of source that is chosen stays so all the time."""
+    """The chosen kind of source stays selected all the time."""
     nb.run(6)
     view.get_by_role("button", name="Source").click()
     module, text = view.get_by_role("radio", name="Module"), view.get_by_role("radio", name="Text")
@@ -623,7 +623,7 @@ def _steps(view: Locator) -> Locator:
 
 
 def _settle_with_the_file(nb: Notebook, view: Locator, folder: Path) -> None:
-    """A cell has changed it since: both sides are shown, and that of the file is taken."""
+    """A cell has changed the file meanwhile: both versions are shown, and the file's is taken."""
     view.get_by_role("button", name="Save").click()
     expect(view.get_by_role("alert")).to_contain_text("was changed after it was read here")
     expect(view.get_by_text("training.steps: 7 in the file, 5 here")).to_be_visible()
@@ -638,10 +638,10 @@ def _settle_with_the_file(nb: Notebook, view: Locator, folder: Path) -> None:
 
 
 def _type_into_both(one: Locator, two: Locator) -> None:
-    """Into one field: what was typed in the window ``two`` goes to the kernel when that has what came from ``one``."""
+    """Type into one field in both windows: the text of ``two`` reaches the kernel after it has that of ``one``."""
     clock = two.page.clock
     clock.install()
-    clock.pause_at(time.time() + 30)  # what is typed there waits for the last key
+    clock.pause_at(time.time() + 30)  # what is typed there is sent after the last key
     _steps(two).fill("1")
     _steps(one).fill("5")
     expect(one.locator(".head >> visible=true")).to_contain_text("changed")

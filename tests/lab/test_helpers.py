@@ -1,4 +1,4 @@
-"""What the helpers of this folder find in a page, shown on parts of it that are as they should be, and that are not."""
+"""What the helpers of this folder find on a page, shown on correct and on faulty elements."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
 _SHOW = "from IPython.display import HTML\nHTML('''{}''')"
-# Raise an error with words that JupyterLab is known to raise, in a script of this address.
+# Raises an error with a message that JupyterLab is known to raise, from a script with this address.
 _RAISE = """address => (0, eval)(
   `setTimeout(() => document.body.removeChild(document.createElement("p")))\\n//# sourceURL=${address}`
 )"""
@@ -27,7 +27,7 @@ _BACKGROUND = "element => getComputedStyle(element).getPropertyValue('--jp-layou
 
 
 def show(same_notebook: OpenNotebook, html: str) -> Locator:
-    """Show it below a cell."""
+    """Show HTML in the output of a cell."""
     nb = same_notebook(_SHOW.format(html))
     nb.run(0)
     return nb.outputs(0)

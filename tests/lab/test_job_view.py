@@ -1,4 +1,4 @@
-"""A job's view in JupyterLab: it follows a real job of two ranks, stops and restarts it, and hands out its model."""
+"""A job's view in JupyterLab: it follows a real job of two ranks, stops and restarts it, and delivers its model."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .pictures import take_picture
 from .window import Window, set_theme
 
 OpenNotebook = Callable[..., Notebook]
-LIMIT_MS = 60_000  # for what a job does: it starts in seconds, on a machine that has others to run
+LIMIT_MS = 60_000  # for the job's actions: it starts in seconds, but the machine may be busy
 LOAD = 'import os; os.environ["XDG_STATE_HOME"] = r"{home}"\n%load_ext detrain_nb'
 SCRIPT = """
 %%torchrun -n 2 --name {name} --training.steps 400 --checkpoint.url checkpoints --view
@@ -47,7 +47,7 @@ HOSTILE = "<img src=x onerror=alert(1)>"
 
 
 def take_pictures(window: Window, view: Locator, state: str, folder: Path) -> None:
-    """In both themes; a narrow page has room for it, too."""
+    """Take pictures in both themes; everything must fit a narrow page, too."""
     for name in ("dark", "light"):
         set_theme(window, dark=name == "dark")
         assert take_picture(view, f"job-{state}-{name}", folder).stat().st_size > 5000
@@ -100,7 +100,7 @@ def test_job_is_followed_stopped_restarted_and_its_model_loaded(
     lines = view.get_by_role("group", name="Lines of the log")
     expect(lines).to_have_text("No output yet")
 
-    # it grows while no cell runs
+    # the view grows while no cell runs
     allow(orders, 0)
     progress = view.get_by_role("progressbar", name="Steps")
     expect(progress).to_have_attribute("aria-valuenow", "24.8", timeout=LIMIT_MS)
@@ -120,14 +120,14 @@ def test_job_is_followed_stopped_restarted_and_its_model_loaded(
     expect(view.get_by_role("button", name="Following")).to_have_attribute("aria-pressed", "true")
     check_accessibility(view)
 
-    # a page that is loaded again shows all of it
+    # a reloaded page shows all of it
     nb.save()
     nb.reload()
     view = view_of(nb, 1)
     expect(view.get_by_role("progressbar", name="Steps")).to_have_attribute("aria-valuenow", "49.8")
     expect(view.get_by_role("group", name="Lines of the log")).to_contain_text("step 190 of rank 1")
 
-    # stopped: one that has run for long asks in place
+    # stopping a job that has run for long asks for confirmation in place
     view.get_by_role("button", name="Stop", exact=True).click()
     expect(view.locator(".sure")).to_contain_text("The job has run for")
     expect(view.get_by_role("button", name="Stop it")).to_be_focused()
@@ -138,7 +138,7 @@ def test_job_is_followed_stopped_restarted_and_its_model_loaded(
     view.get_by_role("button", name="Stop it").click()
     expect(state_of(view)).to_have_text("stopped", timeout=LIMIT_MS)
 
-    # restarted: another job, from its beginning
+    # restarting starts another job from its beginning
     before = view.locator(".id").inner_text()
     view.get_by_role("button", name="Restart from checkpoint 100").click()
     expect(view.locator(".id")).not_to_have_text(before, timeout=LIMIT_MS)
@@ -151,14 +151,14 @@ def test_job_is_followed_stopped_restarted_and_its_model_loaded(
     check_that_labels_stay_in_their_plots(view)
     check_the_model(nb, view, tmp_path)
 
-    # of a kernel that is gone a picture stays, with the words that say so, and asks for nothing
+    # after the kernel has exited the last picture stays, with a note, and requests nothing
     nb.restart()
     view.get_by_role("button", name="Show logs").click()
     expect(view.locator(":scope > .note")).to_contain_text("The kernel of this view has ended")
     for name in ("Save on this server…", "Save it on this server…", "Download the whole log"):
         expect(view.get_by_role("button", name=name)).to_have_attribute("aria-disabled", "true")
 
-    # a kernel that knows nothing of it shows it again
+    # a new kernel shows the job again
     nb.run(0)
     nb.run(2)
     view = view_of(nb, 2)
@@ -170,7 +170,7 @@ def test_job_is_followed_stopped_restarted_and_its_model_loaded(
 
 
 def check_the_curves(view: Locator) -> None:
-    """By the pointer and by the keyboard, on one axis of steps."""
+    """Check the curves by pointer and by keyboard, on one axis of steps."""
     loss = view.get_by_role("slider", name="Loss by step")
     expect(loss).to_have_attribute("aria-valuemax", "400")
     loss.hover(position={"x": 60, "y": 40})
@@ -189,9 +189,9 @@ def check_the_curves(view: Locator) -> None:
 
 
 def check_that_labels_stay_in_their_plots(view: Locator) -> None:
-    """Where the view is narrow, too."""
+    """Check the labels on a narrow view, too."""
     view.evaluate("view => { view.style.width = '700px'; }")
-    for name, step in (("Loss", r"step 2\d\d"), ("Throughput", r"step [123]\d\d")):  # of the speed: one a second
+    for name, step in (("Loss", r"step 2\d\d"), ("Throughput", r"step [123]\d\d")):  # throughput has one value a second
         plot = view.get_by_role("slider", name=f"{name} by step")
         box = plot.bounding_box()
         assert box
@@ -218,7 +218,7 @@ def check_the_logs(nb: Notebook, view: Locator) -> None:
     expect(lines.locator("mark.at")).to_have_text("step 1")
     expect(view.locator(".bar2 [role=status]")).to_have_attribute("aria-live", "polite")
     level = view.get_by_role("combobox", name="Minimum level")
-    level.select_option("info and up")  # it is drawn anew, as where lines come: nobody has asked what is found
+    level.select_option("info and up")  # a redraw, as by new lines, must not announce the count
     expect(view.locator(".bar2 [role=status]")).to_have_attribute("aria-live", "off")
     search.fill("")
     level.select_option("warnings and errors")
@@ -240,7 +240,7 @@ def check_the_logs(nb: Notebook, view: Locator) -> None:
     lines.press("End")
     expect(follow).to_have_attribute("aria-pressed", "true")
     expect(view.get_by_role("button", name="Earlier lines")).to_have_attribute("aria-disabled", "true")
-    with nb.page.expect_download(timeout=LIMIT_MS) as waiting:  # of the rank that is chosen
+    with nb.page.expect_download(timeout=LIMIT_MS) as waiting:  # of the chosen rank
         view.get_by_role("button", name="Download the whole log").click()
     expect(view.locator(".doing")).to_have_text("the log is in the browser's downloads")
     assert waiting.value.suggested_filename.endswith("-rank-1.log")
@@ -261,7 +261,7 @@ def check_the_model(nb: Notebook, view: Locator, folder: Path) -> None:
     place.fill(str(folder / "saved"))
     place.press("Enter")
     expect(view.locator(".doing")).to_contain_text("saved: 1 file", timeout=LIMIT_MS)
-    heard = view.locator("xpath=following-sibling::*[@role='status']")  # at most once in 5 s
+    heard = view.locator("xpath=following-sibling::*[@role='status']")  # updated at most once in 5 s
     expect(heard).to_contain_text("saved: 1 file", timeout=LIMIT_MS)
     expect(view.locator(".doing").locator("[role=status], [aria-live]")).to_have_count(0)
     for file in (folder / "downloaded.pt", folder / "saved/model.pt"):
@@ -290,7 +290,7 @@ raise OSError(28, "No space left on device", "{hostile}")
 
 @pytest.fixture
 def alerts(window: Window) -> Generator[list[str]]:
-    """What alerts say, as long as a test runs: who listens would keep other tests from leaving the page."""
+    """The messages of alerts while a test runs: a permanent listener would keep other tests from leaving the page."""
     found: list[str] = []
 
     def note(dialog: Dialog) -> None:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     OpenNotebook = Callable[..., Notebook]
 
-pytestmark = pytest.mark.timeout(240)  # on a machine that has others to run
+pytestmark = pytest.mark.timeout(240)  # the machine may be busy
 
 START = "%load_ext detrain_nb\n%distributed start -n 2"
 WAIT_FOR = """
@@ -32,12 +32,12 @@ def wait_for(what):
 
 
 def say(nb: Notebook, what: str) -> None:
-    """End ``wait_for(what)`` in the kernel and on the ranks: they all run in the notebook's folder."""
+    """Make ``wait_for(what)`` return in the kernel and on the ranks, which all run in the notebook's folder."""
     (nb.path.parent / what).touch()
 
 
 def stored_text(nb: Notebook, index: int) -> str:
-    """All text of a cell's output in the notebook's file."""
+    """Return all text of a cell's output in the notebook's file."""
     return "".join(output.get("text", "") for output in nb.save().cells[index].outputs)
 
 
@@ -282,7 +282,7 @@ def test_restart_and_run_all_gives_the_same_notebook(notebook: OpenNotebook) -> 
 
 @pytest.mark.slow
 def test_restarted_kernel_attaches_and_sees_what_it_missed(notebook: OpenNotebook) -> None:
-    # with a restart that takes its time
+    # the restart takes some time
     patient = "\nimport detrain_nb\ndetrain_nb.current_session().settings.stop_gap_s = 5.0"
     nb = notebook(
         START + patient,
@@ -316,8 +316,8 @@ def test_status_is_a_table(same_notebook: OpenNotebook) -> None:
         expect(rows.nth(1 + rank).locator("td")).to_contain_text([str(rank), "", "", "cpu", "idle"])
 
 
-# A click on an ipywidgets button waits for the running cell: ipykernel 7.4 gives it to the thread that published last
-# on the button's comm, the main one. Without that note it goes to a sub-shell, a thread beside the cell's.
+# A click on an ipywidgets button waits for the running cell: ipykernel 7.4 handles it in the thread that published last
+# on the button's comm, the main thread. Without that entry a sub-shell handles it, in a thread next to the cell's.
 COUNTING_BUTTON = """
 import ipywidgets
 class LiveButton(ipywidgets.Button):
@@ -334,7 +334,7 @@ def count(_):
 button.on_click(count)
 ipywidgets.HBox([button, label])
 """
-# Clicks again and again while a cell runs; gives how many were answered while it did.
+# Clicks repeatedly while a cell runs; returns how many clicks were handled meanwhile.
 CLICK_WHILE_IT_RUNS = """async (widgetCell, runningCell) => {
   const cells = document.querySelectorAll('.jp-NotebookPanel:not(.lm-mod-hidden) .jp-Notebook .jp-Cell');
   const button = cells[widgetCell].querySelector('button.widget-button');
@@ -374,7 +374,7 @@ def test_flood_leaves_page_and_kernel_usable(notebook: OpenNotebook) -> None:
     lines = stored.splitlines()
     assert nb.text(2) == stored
     assert len(lines) <= 5_000 + 4
-    assert len(stored) <= 200_000 + 4 * 100  # beside the lines that say how many more there are
+    assert len(stored) <= 200_000 + 4 * 100  # plus the lines with the number of omitted lines
     for rank in range(4):
         mine = [line for line in lines if line.startswith(f"[{rank}]")]
         (cut,) = [index for index, line in enumerate(mine) if "more lines" in line]
@@ -389,7 +389,7 @@ def test_flood_leaves_page_and_kernel_usable(notebook: OpenNotebook) -> None:
 
 @pytest.mark.slow
 def test_log_gives_a_flood_again_whole(notebook: OpenNotebook) -> None:
-    """Four times as many lines as the cell keeps; a page takes ever longer over more of them."""
+    """Four times as many lines as the cell keeps; with more, a page takes ever longer."""
     nb = notebook(START, FLOOD.replace("100_000", "20_000"), "%distributed log --cell 2 --rank 1")
     nb.run_all()
     stored = nb.save().cells[2].outputs
@@ -471,7 +471,7 @@ def test_picture_of_a_cell_on_two_ranks(sharp_window: Window, notebook: OpenNote
 
     picture = imread(path)
     height, width, _ = picture.shape
-    assert 1400 < width < 2000  # sharp, and readable where a README is 800 to 1000 points wide
+    assert 1400 < width < 2000  # sharp, and legible where a README is 800 to 1000 points wide
     assert 600 < height < 1600
     is_dark = picture[:, :, :3].max(axis=2) < 0.5
     assert 0.005 < is_dark.mean() < 0.2  # letters

@@ -1,4 +1,4 @@
-"""Nodes are made, tested, saved and started in a real JupyterLab, by typing and clicking alone."""
+"""Nodes are created, tested, saved and started in a real JupyterLab, by typing and clicking alone."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _LOAD = "%load_ext detrain_nb"
 
 
 def _home_of(testbed: Testbed, home: Path) -> str:
-    """A cell that lets the kernel's user reach the hosts of the testbed, and none else."""
+    """Return a cell that lets the kernel's user reach the hosts of the testbed and no others."""
     (home / ".ssh").mkdir(parents=True)
     (home / ".ssh" / "config").write_text(
         f"Include {testbed.inventory.ssh_config}\nHost <b>bold</b> plain\n  Port 2222\n"
@@ -54,7 +54,7 @@ def _fill(view: Locator, label: str, **texts: str) -> None:
 
 
 def _look_at(window: Window, view: Locator, name: str, folder: Path, check: CheckAccessibility) -> None:
-    """Pictures in both themes, in which it has to be accessible; a narrow page has room for it, too."""
+    """Take pictures in both themes and check accessibility in both; everything must fit a narrow page, too."""
     for theme in ("dark", "light"):
         set_theme(window, dark=theme == "dark")
         take_picture(view, f"{name}-{theme}", folder)
@@ -63,7 +63,7 @@ def _look_at(window: Window, view: Locator, name: str, folder: Path, check: Chec
 
 
 def _focused(page: Page) -> str:
-    """The accessible name of what has the focus, as far as it is said."""
+    """Return the accessible name of the focused element."""
     name: str = page.evaluate(
         "() => { const at = document.activeElement;"
         " return at.getAttribute('aria-label') || at.labels?.[0]?.textContent || at.textContent; }"
@@ -103,7 +103,7 @@ def test_nodes_over_ssh_are_typed_tested_saved_and_started(
 
     window.page.on("websocket", listen)
     nb = notebook(_home_of(testbed, tmp_path / "home"), "%distributed nodes", "%%distributed\nprint(rank, world_size)")
-    window.page.remove_listener("websocket", listen)  # its kernel is connected
+    window.page.remove_listener("websocket", listen)  # the kernel of the new notebook is connected
     nb.run(0)
     nb.run(1)
     view = nb.cell(1).locator(".dt")
@@ -114,7 +114,7 @@ def test_nodes_over_ssh_are_typed_tested_saved_and_started(
 
     view.get_by_role("button", name="Add node").click()
     expect(view.get_by_role("status").get_by_text("new node, Host: is missing: give a host name")).to_be_visible()
-    window.page.keyboard.type("h1")  # the host of a new node has the focus
+    window.page.keyboard.type("h1")  # the host field of a new node has the focus
     _fill(view, "h1", Python=sys.executable)
     _form(view, "h1").get_by_role("radio", name="cpu").click()
     testbed.cut("h0", "h1")
@@ -153,12 +153,12 @@ def test_nodes_over_ssh_are_typed_tested_saved_and_started(
     assert nb.text(2) == "[h0:0] 0 2\n[h1:1] 1 2\n"
     nb.save()
     assert _SECRET not in nb.path.read_text()
-    assert any("checks passed" in frame or "no answer in time" in frame for frame in frames)  # they were heard
+    assert any("checks passed" in frame or "no answer in time" in frame for frame in frames)  # the frames were recorded
     assert not any(_SECRET in frame for frame in frames)
 
 
 def _start_and_cancel(view: Locator, passphrase: Locator) -> None:
-    """The focus goes along; the start asks for a passphrase, and waits."""
+    """The focus moves along; the start asks for a passphrase and waits."""
     start = view.get_by_role("button", name="Start session")
     start.click()
     expect(passphrase).to_be_focused()
@@ -170,13 +170,13 @@ def _start_and_cancel(view: Locator, passphrase: Locator) -> None:
 
 
 def _wait_until_settled(nb: Notebook, ranks: str) -> None:
-    """The view gives way to plain HTML, which is what the notebook keeps."""
+    """Wait until plain HTML replaces the view: that is what the notebook keeps."""
     expect(nb.cell(1).locator(".dt")).to_have_count(0, timeout=_LONG_MS)
     assert re.match(rf"Session \S+: {ranks}, ready after [\d.]+ s\n%distributed board shows its ranks", nb.text(1))
 
 
 def _lock_key(testbed: Testbed, folder: Path, name: str) -> Path:
-    """A key that gets into the hosts, and needs a passphrase."""
+    """Return a key that logs into the hosts and needs a passphrase."""
     shutil.copy(testbed.hosts[0].identity_file, key := folder / name)
     change = ["ssh-keygen", "-q", "-p", "-N", _SECRET, "-f", str(key)]
     subprocess.run(change, check=True, capture_output=True, timeout=20)
@@ -192,7 +192,7 @@ def _import_first_host(view: Locator, window: Window, folder: Path, check: Check
     view.get_by_role("button", name="Add 1 node").click()
     expect(_row(view, "h0")).to_be_visible()
     expect(view.get_by_label("Filter hosts")).to_have_count(0)
-    window.page.keyboard.press("Enter")  # its line has the focus
+    window.page.keyboard.press("Enter")  # the line of the new node has the focus
     expect(_form(view, "h0")).to_be_visible()
 
 
@@ -206,7 +206,7 @@ def _check_wrong_port(view: Locator, window: Window, folder: Path, check: CheckA
     expect(start).to_have_attribute("aria-disabled", "true")
     expect(start).to_have_attribute("title", "Correct 1 field first")
     python = _form(view, "h1").get_by_label(re.compile("^Python"))
-    python.fill("/opt/venv/bin/python")  # pictures show no path of this machine
+    python.fill("/opt/venv/bin/python")  # pictures must not show a path of this machine
     port.focus()
     _look_at(window, view, "nodes-form", folder, check)
     python.fill(sys.executable)
@@ -264,7 +264,7 @@ def _walk_rows(view: Locator, page: Page) -> None:
     expect(view.get_by_role("listitem").first).to_contain_text("b:23")
     expect(view.get_by_role("button", name="Move a down")).to_be_focused()
     press("Tab")
-    press("Enter")  # Duplicate: the copy is open, its host has the focus
+    press("Enter")  # Duplicate: the copy is open, its host field has the focus
     expect(view.get_by_role("group", name="a").get_by_label("Host", exact=True)).to_be_focused()
     press("Control+A")
     page.keyboard.type("c<b>d")
@@ -289,7 +289,7 @@ def _walk_rows(view: Locator, page: Page) -> None:
     undo.evaluate("(undo, other) => { undo.focus(); undo.click(); other.focus(); }", other.element_handle())
     expect(undo).to_have_count(0)
     expect(view.get_by_role("button", name="a: open")).to_be_visible()
-    expect(other).to_be_focused()  # who has gone on keeps the focus
+    expect(other).to_be_focused()  # a user who has moved on keeps the focus
 
 
 def _type_in_two_pages(nb: Notebook, view: Locator) -> None:
@@ -300,7 +300,7 @@ def _type_in_two_pages(nb: Notebook, view: Locator) -> None:
     mine, theirs = (each.get_by_role("group", name="a").get_by_label("User optional") for each in (view, other))
     mine.fill("alice")
     expect(theirs).to_have_value("alice")
-    # both type before either has heard of the other
+    # both pages are typed into before either receives the other's text
     nb.js(
         "() => { const inputs = [...document.querySelectorAll('.dt .node .form input')].filter(e =>"
         " e.labels[0]?.textContent.startsWith('User') && e.value === 'alice');"
@@ -319,7 +319,7 @@ def _type_in_two_pages(nb: Notebook, view: Locator) -> None:
 
 
 def _open_lease(view: Locator, path: Path) -> None:
-    """The nodes of a lease have one address, which may be long: its end, the port, is what tells them apart."""
+    """The nodes of a lease share an address, which may be long: only the port at its end distinguishes them."""
     host = f"provider.{'of-a-lease.' * 9}example.org"
     ports = {"node-0": 31022, "node-1": 31023}
     ways = {name: [{"host": host, "port": 2222, "externalPort": port}] for name, port in ports.items()}

@@ -1,4 +1,4 @@
-"""Live views in Notebook 7, which the same server has: a board of two ranks and the console are shown, and answer."""
+"""Live views in Notebook 7, which the same server provides: a board of two ranks and the console are shown and work."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .window import Window
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
-# What is kept of the user's jobs lies beside the notebook.
+# The record of the user's jobs is next to the notebook.
 _BEGIN = """
 import os, pathlib
 for name in ("XDG_STATE_HOME", "XDG_CACHE_HOME"):
@@ -34,7 +34,7 @@ _CELLS = [
 
 class _Notebook7(Notebook):
     def _open(self) -> None:
-        """The page is that of the notebook."""
+        """Wait only: the page already shows the notebook."""
         self._wait_for_kernel()
 
 

@@ -1,4 +1,4 @@
-"""Views in a kernel without sub-shells, that of ipykernel 6: its pages wait for the running cell, and say so."""
+"""Views in a kernel without sub-shells (ipykernel 6): their actions wait for the running cell, and the pages say so."""
 
 from __future__ import annotations
 

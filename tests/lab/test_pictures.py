@@ -1,4 +1,4 @@
-"""The pictures of the docs: small, and nobody sees a difference."""
+"""The pictures of the docs are small, without a visible difference."""
 
 from __future__ import annotations
 

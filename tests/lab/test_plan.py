@@ -1,4 +1,4 @@
-"""The view of a plan, in a kernel without torch: its numbers, its pictures, and what the keyboard does."""
+"""The view of a plan, in a kernel without torch: its numbers, its pictures, and its keys."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from .notebook import Notebook
 from .pictures import take_picture
 from .window import Window, set_theme
 
-pytestmark = pytest.mark.timeout(240)  # on a machine that has others to run
+pytestmark = pytest.mark.timeout(240)  # the machine may be busy
 
 OpenNotebook = Callable[..., Notebook]
 
 SHOW = "import sys; sys.modules['torch'] = None\nfrom detrain_nb import widgets\nview = widgets.plan('plan.json'); view"
-# What stands out of the view; names of layers, and what lies in lanes, are cut there.
+# Finds elements that exceed the edge of the view, except layer names and the contents of lanes, which are cut off.
 TOO_WIDE = """view => [...view.querySelectorAll("*")].filter((each) => !each.closest(".lane, .n")
   && each.getBoundingClientRect().right > view.getBoundingClientRect().right + 1).map((each) => each.outerHTML)"""
 HOSTILE = "<img src=x onerror=alert(1)>"
@@ -36,7 +36,7 @@ TOKENS = torch.empty(4, 16, dtype=torch.long, device="meta")
 
 @cache
 def small() -> dict[str, Any]:
-    """Twelve blocks in four stages, tried by a dry run."""
+    """Describe twelve blocks in four stages, with measurements of a dry run."""
     with torch.device("meta"):
         model = GPT(vocabulary=32000, width=768, layers=12)
     nodes = [par.StageNode(f"gpu{node}:{number}", memory_bytes=24e9) for node in (1, 2) for number in (0, 1)]
@@ -47,7 +47,7 @@ def small() -> dict[str, Any]:
 
 @cache
 def large() -> dict[str, Any]:
-    """A hundred layers in twelve stages, two on each rank, whose backward passes are in halves."""
+    """Describe a hundred layers in twelve stages, two on each rank, with split backward passes."""
     with torch.device("meta"):
         model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(100)))
     found = par.partition(par.profile(model, torch.empty(8, 64, device="meta")), 12, num_microbatches=12)
@@ -65,7 +65,7 @@ def show(notebook: OpenNotebook, plan: dict[str, Any], *more: str, **options: An
 
 
 def press(slider: Locator, *keys: str) -> str:
-    """Press keys on it; return what it says then."""
+    """Press keys on the slider; return its text."""
     slider.focus()
     for key in keys:
         slider.page.keyboard.press(key)
@@ -108,7 +108,7 @@ def _imbalance() -> float:
 
 
 def _check_numbers(view: Locator) -> None:
-    """What stands there is what follows from the plan's own numbers."""
+    """Check that the shown numbers follow from the plan's own numbers."""
     stages, lanes = small()["costs"]["stages"], small()["timelines"][0]["ranks"]
     end_s = max(lane["end_s"][-1] for lane in lanes)
     busy_s = sum(end - begin for lane in lanes for begin, end in zip(lane["begin_s"], lane["end_s"]))
@@ -173,7 +173,7 @@ def _check_timeline(view: Locator) -> None:
 def test_plans_are_legible_in_both_themes_with_a_hundred_layers_too(
     narrow_window: Window, notebook: OpenNotebook, tmp_path: Path
 ) -> None:
-    """Stages have their numbers, and nothing is wider than the view, or grows with the plan."""
+    """Stages have their numbers, nothing is wider than the view, and the view does not grow with the plan."""
     narrow_window.page.set_viewport_size({"width": 880, "height": 1700})
     for name, plan in (("small", small()), ("large", large())):
         _, view = show(notebook, plan, window=narrow_window)

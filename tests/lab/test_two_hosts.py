@@ -1,4 +1,4 @@
-"""A pipeline from nothing to its model by typing and clicking alone, on two hosts that are reached over SSH."""
+"""A pipeline from nothing to its model, by typing and clicking alone, on two hosts that are reached over SSH."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .pictures import take_picture
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 OpenNotebook = Callable[..., Notebook]
-LIMIT_MS = 90_000  # for what a job on two hosts does, on a machine that has others to run
+LIMIT_MS = 90_000  # for a job on two hosts; the machine may be busy
 BEGIN = """
 import os
 os.environ["HOME"], os.environ["XDG_STATE_HOME"] = r"{home}", r"{home}/state"
@@ -62,7 +62,7 @@ def test_pipeline_is_made_run_stopped_run_again_and_its_model_loaded(
     nb.run_all()
     console = nb.cell(1).locator(".dt").first
     begin_pipeline(console, "two")
-    console.get_by_label("Steps optional", exact=True).fill("20000")  # more than there is time for: it is stopped
+    console.get_by_label("Steps optional", exact=True).fill("20000")  # more than fit into the time: the job is stopped
     console.get_by_role("button", name="Next: Nodes").click()
     for host in ("gpu1", "gpu2"):
         add_node(console, host, ranks=1)
@@ -74,7 +74,7 @@ def test_pipeline_is_made_run_stopped_run_again_and_its_model_loaded(
     expect(console.get_by_text("starting two: the job is running")).to_be_visible(timeout=LIMIT_MS)
     console.get_by_role("button", name="Show job").click()
 
-    # it is shown beneath the console, and grows there
+    # the job appears under the console and grows there
     view = nb.cell(1).locator(".dt-shown .dt-job")
     expect(view.locator(".head .st")).to_have_text("running", timeout=LIMIT_MS)
     line = nb.cell(1).locator(".dt-shown .cmdline")
@@ -82,7 +82,7 @@ def test_pipeline_is_made_run_stopped_run_again_and_its_model_loaded(
     check_what_grows(view)
     take_picture(nb.cell(1).locator(".dt-shown"), "console-job", tmp_path, is_for_docs=False)
 
-    # a page that is loaded again shows it still
+    # a reloaded page still shows it
     nb.save()
     nb.reload()
     view = nb.cell(1).locator(".dt-shown .dt-job")
@@ -95,7 +95,7 @@ def test_pipeline_is_made_run_stopped_run_again_and_its_model_loaded(
     expect(line).to_have_text(f"%job view {view.locator('.id').inner_text()}")
     expect(view.locator(".head .st")).to_have_text("succeeded", timeout=LIMIT_MS)
     console.get_by_role("button", name="My Pipelines").click()
-    expect(console.locator("tbody tr")).to_contain_text("succeeded", timeout=LIMIT_MS)  # the list tells it by itself
+    expect(console.locator("tbody tr")).to_contain_text("succeeded", timeout=LIMIT_MS)  # the list updates itself
     with nb.page.expect_download(timeout=LIMIT_MS) as waiting:
         view.get_by_role("button", name="Download model").click()
     waiting.value.save_as(tmp_path / "model.pt")
@@ -103,7 +103,7 @@ def test_pipeline_is_made_run_stopped_run_again_and_its_model_loaded(
 
 
 def check_what_grows(view: Locator) -> None:
-    """The curve of the loss, and the log of each rank on its host."""
+    """Check the curve of the loss, and the log of each rank on its host."""
     curve, lines = view.locator(".charts polyline").first, view.get_by_role("group", name="Lines of the log")
     expect(curve).to_be_visible(timeout=LIMIT_MS)
     slider = view.get_by_role("slider", name="Loss by step")

@@ -1,4 +1,4 @@
-"""The view of variables in a page: filtered, sorted, opened by keyboard, and honest about a rank that is busy."""
+"""The view of variables in a page: filtered, sorted, opened by keyboard, and clear about a rank that is busy."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_variables_are_filtered_sorted_and_looked_into(
         assert take_picture(view, f"vars-open-{name}", tmp_path).stat().st_size > 5000
     _is_honest_while_a_rank_is_busy(nb, view, tmp_path, window, check_accessibility)
     _fits_a_narrow_page(nb, view)
-    nb.run(4)  # the notebook goes on not far below hundreds of names
+    nb.run(4)  # hundreds of names do not push the rest of the notebook far down
     expect(view.locator(".name")).to_have_count(len(NAMES) + 502)
     assert view.evaluate("view => view.clientHeight") < 800
     view.get_by_role("tab").first.press("Escape")
@@ -87,7 +87,7 @@ def test_variables_are_filtered_sorted_and_looked_into(
     expect(view.get_by_role("button", name="Copy %pull")).to_have_count(0)
     view.get_by_label("Filter names and types").fill("name_49")
     expect(view.get_by_text("10 of 511 shown")).to_be_visible()
-    nb.run(5)  # the style of one view does not reach another
+    nb.run(5)  # the style of one view does not affect another
     name = nb.cell(5).locator(".node .twist").get_by_text("localhost")
     assert name.evaluate("name => name.clientWidth") > 30
 
@@ -165,9 +165,9 @@ def _is_honest_while_a_rank_is_busy(
     twist = view.get_by_role("button", name="logits: preview")
     twist.focus()
     (nb.path.parent / "go").touch()
-    expect(view.locator(".name")).to_have_count(len(NAMES) + 1)  # it is read again by itself
+    expect(view.locator(".name")).to_have_count(len(NAMES) + 1)  # the view reloads by itself
     expect(view.get_by_role("row", name=re.compile("^logits"))).to_contain_text("differs on 1")
-    expect(twist).to_be_focused()  # though its row has changed
+    expect(twist).to_be_focused()  # although its row has changed
     expect(view.get_by_role("row", name=re.compile("^late"))).to_contain_text("only on 1")
     expect(view.locator(".notes")).to_have_text("")
 

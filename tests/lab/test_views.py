@@ -1,4 +1,4 @@
-"""What all views share: they are told and answer while a cell runs, refuse what is wrong, and leave plain HTML."""
+"""What all views share: they update and respond while a cell runs, refuse invalid input, and leave plain HTML."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from playwright.sync_api import expect
 
 from .notebook import Notebook
 
-pytestmark = pytest.mark.timeout(240)  # on a machine that has others to run
+pytestmark = pytest.mark.timeout(240)  # the machine may be busy
 
 _FOLDER = str(Path(__file__).parent)
 _SHOW = f"import sys; sys.path.insert(0, {_FOLDER!r}); from probe_view import ProbeView; view = ProbeView(); view"
 _COUNT = "view.count_to(7); view.press('again'); print(view.are_pages_there.wait(60))"
 _WAIT = "print('waits'); was_pressed = view.pressed.wait(60); print('pressed' if was_pressed else 'not pressed')"
 
-# As in front ends that know no sub-shells: what a page says goes to the main one, where the cell runs.
+# As in front ends without sub-shells: messages of a page go to the main shell, where the cell runs.
 _WITHOUT_SUBSHELLS = """() => {
   window.jupyterapp.shell.currentWidget.sessionContext.session.kernel.commsOverSubshells = 'disabled';
 }"""
@@ -76,7 +76,7 @@ def test_what_is_wrong_is_said_beside_it_and_nothing_is_called(notebook: Callabl
     expect(view.get_by_label("Count")).to_have_text("100")
     nb.run(1)
     assert nb.text(1) == "[]\n"
-    nb.run(2)  # as where the page was silent for long
+    nb.run(2)  # as after a page was silent for long
     view.get_by_role("button", name="Refused").click()
     expect(view.get_by_role("alert")).to_have_text("3 is not 0: give 0")
     nb.run(2)
@@ -121,7 +121,7 @@ def test_page_whose_kernel_is_silent_or_gone_says_so_with_its_age(notebook: Call
     os.kill(kernel, signal.SIGKILL)
     expect(gone).to_have_text(re.compile(rf"ended: run the cell again\. {age}"), timeout=40_000)
     expect(press).to_have_attribute("aria-disabled", "true")
-    nb.page.get_by_role("button", name="Ok", exact=True).click()  # JupyterLab says that it restarts the kernel
+    nb.page.get_by_role("button", name="Ok", exact=True).click()  # JupyterLab reports that it restarts the kernel
     nb.run(0)
     press.click()
     expect(view.get_by_label("Said")).to_have_text("heard hello in False")
@@ -137,7 +137,7 @@ def test_notebook_that_is_opened_without_its_kernel_shows_the_plain_form(
     expect(nb.cell(2).locator(".dt-plain")).to_be_hidden()
     saved = nb.save()
     nb.close()
-    if not is_trusted:  # who has changed it did not sign it
+    if not is_trusted:  # whoever changed the file did not sign it
         for cell in saved.cells:
             cell.outputs[-1].data["text/html"] = f"{cell.outputs[-1].data.get('text/html', '')}{_HOSTILE}"
         nbformat.write(saved, nb.path)

@@ -14,16 +14,16 @@ from playwright.sync_api import Browser, Error, Request, expect, sync_playwright
 
 from .server import Lab
 
-LOOK_LIMIT_S = 20.0  # how long the page may take to show what it should
+LOOK_LIMIT_S = 20.0  # for the page to show an expected change
 PAGE_LIMIT_S = 100.0
 _CHROMIUM_FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--disable-background-networking"]
-# Errors that JupyterLab itself raises, with nothing but its own code on the stack.
+# Errors that JupyterLab itself raises, with only its own code on the stack.
 _OF_JUPYTERLAB = (
-    # A kernel is restarted before it has answered whether it has sub-shells.
+    # The kernel was restarted before it had answered whether it has sub-shells.
     "Canceled future for create_subshell_request message before replies were done",
-    # The veil over a page whose theme changes is taken away twice: a second change began while it faded.
+    # The splash over a page that changes its theme is removed twice: a second change began while it faded.
     "Failed to execute 'removeChild' on 'Node'",
-    # Notebook 7 has not all settings of JupyterLab.
+    # Notebook 7 lacks some settings of JupyterLab.
     "Cannot read properties of undefined (reading 'schema')",
 )
 _CODE_OF_JUPYTERLAB = re.compile(r"/static/(lab|notebook)/")
@@ -31,7 +31,7 @@ _CODE_OF_JUPYTERLAB = re.compile(r"/static/(lab|notebook)/")
 
 @contextlib.contextmanager
 def running_browser() -> Iterator[Browser]:
-    """Run Debian's Chromium; its sockets lie in a folder with a short path, as systems want it."""
+    """Run Debian's Chromium; its sockets need a folder with a short path."""
     with tempfile.TemporaryDirectory(dir="/tmp", ignore_cleanup_errors=True) as folder, sync_playwright() as playwright:
         chromium = playwright.chromium.launch(
             executable_path=shutil.which("chromium"), args=_CHROMIUM_FLAGS, env={**os.environ, "TMPDIR": folder}
@@ -55,7 +55,7 @@ class Window:
         height: int = 900,
         sharpness: int = 1,
     ) -> None:
-        """``place``: a page of the server. ``sharpness``: how many points of a picture a point is, along a side."""
+        """Open a page of the server, ``place``. ``sharpness``: pixels of a picture for each CSS pixel, along a side."""
         self.lab = lab
         context = browser.new_context(viewport={"width": width, "height": height}, device_scale_factor=sharpness)
         self.page = context.new_page()
@@ -74,12 +74,12 @@ class Window:
             self.errors.append(f"{error.message}\n{error.stack}")
 
     def _note_foreign(self, request: Request) -> None:
-        """Nothing is loaded from elsewhere: people train where there is no network."""
+        """Record requests to other hosts as errors: views must work without a network."""
         if request.url.startswith(("http:", "https:")) and not request.url.startswith(self.lab.url):
             self.errors.append(f"the page asks for {request.url}")
 
     def load(self) -> None:
-        """Open JupyterLab's page, or reload it; no notebook is open then."""
+        """Open or reload JupyterLab's page; no notebook is open then."""
         self.page.goto(self._url, timeout=PAGE_LIMIT_S * 1000)
         self.page.wait_for_function("() => window.jupyterapp?.restored", timeout=PAGE_LIMIT_S * 1000)
         self.js("() => window.jupyterapp.restored")
@@ -93,7 +93,7 @@ class Window:
         return self.page.evaluate(in_time, [int(limit_s * 1000), *arguments])
 
     def command(self, name: str, **arguments: object) -> None:
-        """Run a command of JupyterLab; its promise settles when all it caused is over."""
+        """Run a command of JupyterLab; its promise settles when all its effects are complete."""
         self.js(
             "async (name, args) => { await window.jupyterapp.commands.execute(name, args); }", name, dict(arguments)
         )
@@ -106,14 +106,14 @@ class Window:
 
 
 def set_theme(window: Window, *, dark: bool) -> None:
-    """Have JupyterLab show its dark theme, or its light one; return when that is on and can be seen.
+    """Switch JupyterLab to its dark or its light theme; return when the theme is visible.
 
-    What had the focus has it then: JupyterLab hides all until the next frame, and what is hidden may lose the focus.
+    The focus is restored: JupyterLab hides everything until the next frame, and a hidden element may lose the focus.
     """
     name = "JupyterLab Dark" if dark else "JupyterLab Light"
     focused = window.page.evaluate_handle("document.activeElement")
     window.command("apputils:change-theme", theme=name)
     expect(window.page.locator("body")).to_have_attribute("data-jp-theme-name", name)
     expect(window.page.locator("body")).to_have_attribute("data-jp-theme-light", str(not dark).lower())
-    expect(window.page.locator("#jupyterlab-splash")).to_have_count(0)  # the veil over a page whose colours change
+    expect(window.page.locator("#jupyterlab-splash")).to_have_count(0)  # the splash during the change of colours
     focused.evaluate("had => document.activeElement === document.body && had.focus({preventScroll: true})")
