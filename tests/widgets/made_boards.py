@@ -1,4 +1,4 @@
-"""Boards that no session has made, and what stands for a session that has them."""
+"""Synthetic boards, and stand-ins for a session that has them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def made_rank(rank: int, *, state: str = "running", node: str = "", **more: Any)
 
 
 def made_board(count: int, *, per_node: int = 8, cell: int | None = 12, seconds: float = 42.0) -> Board:
-    """All ranks run, on hosts of ``per_node``."""
+    """Return a board on which all ranks run, ``per_node`` on each host."""
     ranks = tuple(made_rank(rank, node=f"gpu{rank // per_node + 1}") for rank in range(count))
     nodes = tuple(
         NodeView(
@@ -49,13 +49,13 @@ def made_board(count: int, *, per_node: int = 8, cell: int | None = 12, seconds:
 
 
 def with_ranks(board: Board, *views: RankView, notes: tuple[BoardNote, ...] = ()) -> Board:
-    """The same with these ranks in the place of theirs, and these notes."""
+    """Return the board with these ranks replaced, and with these notes."""
     by_rank = {view.rank: view for view in views}
     return replace(board, ranks=tuple(by_rank.get(view.rank, view) for view in board.ranks), notes=notes)
 
 
 def board_with_a_hang(count: int = 64, *, host: int = 2, late: int = 19, dead: int = 37, fresh: int = 50) -> Board:
-    """The ranks of one host wait for one of it, one rank has died, one is starting."""
+    """Return a board on which the ranks of one host wait for one of them, one rank has died, and one is starting."""
     board = made_board(count, seconds=187.0)
     waiting = [rank for rank in range(8 * host, 8 * host + 8) if rank != late]
     waits = [
@@ -91,7 +91,7 @@ def board_with_a_hang(count: int = 64, *, host: int = 2, late: int = 19, dead: i
 
 
 class MadeWatch:
-    """What `Session.watch` gives, of a session that is none."""
+    """Stand-in for the result of `Session.watch`."""
 
     def __init__(self, board: Board) -> None:
         self.latest: Board | None = board
@@ -108,7 +108,7 @@ class MadeWatch:
 
 
 class MadeLog:
-    """The cells of a session that is none."""
+    """Stand-in for the cells of a session."""
 
     running_cells: ClassVar[dict[int, tuple[int, ...]]] = {}
     cells: ClassVar[list[Any]] = []
@@ -118,14 +118,14 @@ class MadeLog:
 
 
 class MadeRanks:
-    """Its ranks."""
+    """Stand-in for the ranks of a session."""
 
     def choose(self, ranks: str) -> tuple[int, ...]:
         return (int(ranks),)
 
 
 class MadeSession:
-    """As much of a session as a board needs to show what it is given."""
+    """Stand-in for a session: only the parts that a board needs."""
 
     def __init__(self, board: Board) -> None:
         self.name = board.name

@@ -1,4 +1,4 @@
-"""A page's messages are checked: an action gets what it declares, and nothing else."""
+"""Messages of a page are checked: an action gets the arguments that it declares, and nothing else."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_wrong_arguments_are_refused(arguments: object, said: str) -> None:
     "arguments", ["hunter2", ["hunter2"], {"hunter2": 1}, {"number": "x", "passphrase": "hunter2"}]
 )
 def test_no_refusal_shows_a_secret_wherever_it_stands(arguments: object) -> None:
-    """An answer goes to all pages of a kernel."""
+    """All pages of a kernel receive an answer, so it must not repeat a secret."""
 
     class Asking:
         @action(number=whole(0, 3), passphrase=secret)

@@ -1,4 +1,4 @@
-"""What a board tells its pages, of boards that were made, and of two real ranks; and what it leaves in a notebook."""
+"""What a board sends to its pages, for synthetic boards and for two real ranks, and what it leaves in a notebook."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ HOSTILE = "<img src=x onerror=alert(1)>\x1b[31m\u202egnp.exe\x00\r\nrank 0 died"
 
 
 def all_text(value: object) -> str:
-    """Every text in it, as a page would show it."""
+    """Return every text in ``value``, as a page would show it."""
     if isinstance(value, dict | list):
         return "".join(map(all_text, value.values() if isinstance(value, dict) else value))
     return value if isinstance(value, str) else ""
@@ -38,7 +38,7 @@ def all_text(value: object) -> str:
 
 class Page(WithPage, BoardView):
     def open_page(self) -> dict[str, Any]:
-        """A board is told part by part, its ranks last."""
+        """Wait for the whole board: it is sent in parts, the ranks last."""
         super().open_page()
         return self.wait_for(
             lambda seen: (
@@ -47,7 +47,7 @@ class Page(WithPage, BoardView):
         )
 
     def wait_for_first_board(self) -> None:
-        """Its rates come behind its parts."""
+        """Wait for the rates, which arrive after the parts."""
         self.wait_for(lambda _: any(said.get("added", {}).get("rates") for said in self.all_sent))
 
     @property
@@ -58,7 +58,7 @@ class Page(WithPage, BoardView):
 
 @pytest.fixture
 def made() -> Iterator[Callable[[Board], Page]]:
-    """A view, and its page, of a session that has this board."""
+    """Return a function that makes a view and its page for a session with this board."""
     pages: list[Page] = []
 
     def make(board: Board) -> Page:
@@ -71,7 +71,7 @@ def made() -> Iterator[Callable[[Board], Page]]:
         page.close()
 
 
-# ---- made boards
+# ---- synthetic boards
 
 
 def test_page_has_a_row_for_each_rank_by_host(made: Callable[[Board], Page]) -> None:
@@ -127,7 +127,7 @@ def test_hostile_text_is_cleaned_and_bounded(place: str) -> None:
         view = replace(view, line=0)
     row = rank_row(view, {0} if place == "exit" else (), None)
     said = all_text(row)
-    assert "<img src=x" in said  # a page puts it in as text
+    assert "<img src=x" in said  # a page inserts it as text
     assert len(said) < 4000
     assert not set(said).intersection("\x1b\u202e\x00\r\n")
 
@@ -213,7 +213,7 @@ def test_view_that_nobody_looks_at_neither_listens_nor_samples(
     assert len(session.listeners) == 1 and session.watches[-1].is_open
 
 
-# ---- the settled form
+# ---- the plain form
 
 
 class Tags(HTMLParser):
@@ -263,7 +263,7 @@ def test_settled_form_of_many_ranks_has_those_that_were_not_well_and_stays_small
         settled = settled_after(*boards)
         bundle = settled.bundle(end="live view")
         assert len(json.dumps(bundle, ensure_ascii=False).encode()) <= 50_000
-        assert bundle["text/html"].count("<tr>") == count + 1  # a table, not the text in its place
+        assert bundle["text/html"].count("<tr>") == count + 1  # a table, not the text that replaces it
     assert "990 ranks of 1000 not listed" in settled.text
 
 
@@ -278,7 +278,7 @@ def test_durations_are_written_as_people_say_them(seconds: float | None, words: 
 
 
 def test_orders_of_a_page_are_bounded_and_a_stop_still_goes(made: Callable[[Board], Page]) -> None:
-    """Each set of ranks is an order of its own, and each order takes a thread."""
+    """Each set of ranks is a separate order, and each order uses a thread."""
     view = made(made_board(2))
     hold = threading.Event()
 
@@ -313,7 +313,7 @@ def page(session: Session) -> Iterator[Page]:
 
 
 def run_beside(session: Session, code: str) -> tuple[threading.Thread, list[Exception]]:
-    """Runs a cell in the background; what it raises is in the list when the thread has ended."""
+    """Run a cell in a thread; an exception that it raises is in the list after the thread has finished."""
     raised: list[Exception] = []
 
     def run() -> None:
@@ -339,13 +339,13 @@ def test_board_twice_is_two_views(session: Session, monkeypatch: pytest.MonkeyPa
     first, second = widgets.board(session), widgets.board(session)
     assert first is not second and isinstance(second, BoardView)
     assert "2 ranks" in first.settled().text
-    assert not session.log.has_failed(1000)  # as nobody has run it
+    assert not session.log.has_failed(1000)  # no such cell was run
     first.close()
     second.close()
 
 
 def test_nothing_is_sent_of_an_idle_session(session: Session, page: Page, tmp_path: Path) -> None:
-    first, second = tmp_path / "first", tmp_path / "second"  # they end when they were seen
+    first, second = tmp_path / "first", tmp_path / "second"  # each cell finishes once the board has shown it
     thread, raised = run_beside(session, f"wait_for({str(first)!r})")
     page.wait_for(lambda seen: seen["head"]["cell"] is not None)
     first.touch()
@@ -353,7 +353,7 @@ def test_nothing_is_sent_of_an_idle_session(session: Session, page: Page, tmp_pa
     page.wait_for(lambda seen: "] took " in seen["head"]["last"])
     thread.join(LIMIT_S)
     deadline = time.monotonic() + LIMIT_S
-    while page.messages_within(2.5):  # what is measured in the first seconds after it; else it is told once a second
+    while page.messages_within(2.5):  # usage of the first seconds is still sent; then the board must be silent
         assert time.monotonic() < deadline, "it is told without end"
     assert not raised
     thread, _ = run_beside(session, f"wait_for({str(second)!r})")
@@ -375,7 +375,7 @@ def test_a_rank_that_waits_is_shown_and_a_stop_frees_it_when_nobody_can_come(
     assert note["whom"] == [1] and "rank 0 waits in all_reduce" in note["text"]
     assert page.seen["rank0"]["at"].endswith("for rank 1")
     page.asks("look", what="stack", rank=1)
-    page.wait_for(lambda seen: bool(seen.get("stack1", {}).get("lines")))  # it is read again while it is looked at
+    page.wait_for(lambda seen: bool(seen.get("stack1", {}).get("lines")))  # the stack is read again while it is shown
     assert page.seen["stack1"]["lines"][0].startswith("<cell ")
     page.asks("interrupt", ranks="1")
     page.wait_for(lambda seen: not seen["rank1"]["runs"] and [note["whom"] for note in seen["notes"][:1]] == [[]])
@@ -385,19 +385,19 @@ def test_a_rank_that_waits_is_shown_and_a_stop_frees_it_when_nobody_can_come(
     page.wait_for(lambda seen: page.states == ["idle", "idle"] and seen["said"].get("is") == "done")
     freed, kept, *_ = page.seen["said"]["text"].splitlines()
     assert freed.endswith(": freed") and kept == "all ranks stopped and kept their variables"
-    assert page.seen["said"]["text"].partition(": ")[2] == raised[0].note  # the cell says the same, and is saved
+    assert page.seen["said"]["text"].partition(": ")[2] == raised[0].note  # the cell's saved error has the same text
 
 
 def test_stop_from_the_board_frees_the_cell_while_the_ranks_print(
     session: Session, page: Page, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # What was printed stands before the end: that takes a while on a machine that has others to run.
+    # The cell ends only after its output is shown, which takes a while on a busy machine.
     monkeypatch.setattr(session.settings.limits, "compute_s", LIMIT_S)
     thread, raised = run_beside(session, "i = 0\nwhile True: print('line', i, flush=True); i += 1")
     page.wait_for(lambda _: page.states == ["running", "running"])
     page.asks("look", what="output", rank=1)
     page.wait_for(lambda seen: len(seen.get("output1", {}).get("lines", [])) == 200)
-    *lines, _ = page.seen["output1"]["lines"]  # the last one may be on its way
+    *lines, _ = page.seen["output1"]["lines"]  # the last line may be incomplete
     numbers = [int(line.split()[1]) for line in lines]
     assert numbers == [*range(numbers[0], numbers[0] + 199)] and page.seen["output1"]["more"]
     page.asks("stop")
@@ -460,5 +460,5 @@ def test_a_killed_rank_is_shown_as_dead_and_replayed_from_the_board(tmp_path: Pa
         with pytest.raises(DetrainError, match="name 'f'"):
             own.run_cell("f()", ranks="0")
     page.wait_for(lambda seen: bool(seen["head"]["over"]))
-    assert_soon(lambda: page._is_settled and page._closing.is_set())  # it is told a moment before
+    assert_soon(lambda: page._is_settled and page._closing.is_set())  # the page is informed shortly before
     assert_soon(lambda: not [each for each in threading.enumerate() if each.name.startswith("detrain_nb board")])

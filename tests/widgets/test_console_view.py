@@ -1,4 +1,4 @@
-"""The console of pipelines without a page: what it tells pages, what they may ask, and what stays of it."""
+"""The console of pipelines without a page: what it sends to pages, which requests it accepts, and what it leaves."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from detrain_nb.plan.targets import KINDS, TARGETS
 
 from .page import WithPage
 
-pytestmark = pytest.mark.timeout(240)  # on a machine that has others to run
+pytestmark = pytest.mark.timeout(240)  # the machine may be busy
 
 DATA: dict[str, Any] = {
     "source": {"script_text": "print('ran')"},
@@ -30,7 +30,7 @@ DATA: dict[str, Any] = {
 
 class Page(WithPage, ConsoleView):
     def names(self) -> dict[str, str]:
-        """The ids of the listed ones, by name, as they are told now."""
+        """Return the ids of the listed pipelines, by name."""
         return {each["name"]: each["id"] for each in self.state()["list"]["entries"]}
 
 
@@ -72,7 +72,7 @@ def test_pipeline_is_duplicated_deleted_and_brought_back(page: Page) -> None:
     trash.rename(elsewhere := trash.with_name("elsewhere"))
     with pytest.raises(RuntimeError, match="cannot be brought back"):
         page.asks("undo")
-    elsewhere.rename(trash)  # what could not be brought back is still offered
+    elsewhere.rename(trash)  # a failed restore can be repeated
     back = page.asks("undo")
     assert page.wait_for_part("undo", lambda undo: undo is None) is None
     assert [*page.names()] == ["train", "train-2"] and page.names()["train-2"] == back
@@ -136,7 +136,7 @@ def test_edits_are_told_and_saved(page: Page) -> None:
 
 
 def test_no_older_form_is_told_behind_a_newer_one(page: Page, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As where the jobs are asked after while somebody types."""
+    """This happens when the jobs are queried while the user types."""
     page.pipelines.create({**DATA, "name": "train"})
     page.asks("open_pipeline", id=page.names()["train"])
     form, publish, told = page.form, page.publish, list[Any]()
@@ -147,7 +147,7 @@ def test_no_older_form_is_told_behind_a_newer_one(page: Page, monkeypatch: pytes
     def publish_slowly(part: str, value: Any) -> None:
         if part == "list" and threading.current_thread() is telling:
             editing.start()
-            editing.join(0.3)  # it has time to come between
+            editing.join(0.3)  # time for the edit to interfere
         if part == "form":
             told.append(value)
         publish(part, value)
@@ -190,7 +190,7 @@ def test_file_that_changed_is_told_of_and_either_side_is_kept(page: Page) -> Non
 
 
 def widget_ids() -> set[str]:
-    """Of those that are not closed."""
+    """Return the ids of the open widgets."""
     return {*Widget.get_manager_state()["state"]}
 
 
@@ -220,10 +220,10 @@ def test_run_is_told_as_work_and_then_in_the_list(page: Page) -> None:
     page.asks("hide_job")
     assert page.open_page()["job"] is None and second["widget"] not in widget_ids()
     ended = {"id": again.id, "word": "succeeded"}
-    page.wait_for_part("list", lambda found: found["entries"][0]["job"].items() >= ended.items())  # it asks by itself
+    page.wait_for_part("list", lambda found: found["entries"][0]["job"].items() >= ended.items())  # the list queries it
     page.asks("refresh")
     assert page.open_page()["list"]["entries"][0]["job"]["word"] == "succeeded"
-    Record().update(again.id, state="running", exit_code=None, ended_at=None)  # nobody has heard of its end
+    Record().update(again.id, state="running", exit_code=None, ended_at=None)  # its end is not recorded
     view = job_view(again.id)
     assert view.settled().text.startswith(f"✓ job {again.id}: succeeded"), "its plain form is true from the first"
     view.close()
@@ -235,7 +235,7 @@ def test_pipeline_that_runs_already_is_told_with_its_job_which_can_be_stopped(pa
     page.pipelines.create({**DATA, "name": "train", "source": {"script_text": "import time; time.sleep(200)"}})
     page.asks("run", id=page.names()["train"])
     job = page.wait_for_part("work", lambda work: work and work["is"] == "done")["job"]
-    page.wait_until_idle()  # that is told a moment before its thread ends
+    page.wait_until_idle()  # the page is informed shortly before the thread finishes
     page.asks("run", id=page.names()["train"])
     failed = page.wait_for_part("work", lambda work: work and work["is"] == "failed")
     page.wait_until_idle()
@@ -253,10 +253,10 @@ def test_what_is_started_is_what_the_form_shows(page: Page) -> None:
     page.asks("edit", path="env", typed="A=1", revision=1 << 40, editor="another tab")
     assert "train.toml has changed since this page showed it, and was not" in page.refusal("start", digest=seen)
     page.pipelines.create({**DATA, "name": "other"})
-    page.asks("open_pipeline", id=page.names()["other"])  # in another tab
+    page.asks("open_pipeline", id=page.names()["other"])  # as another tab does
     assert "other.toml has changed since this page showed it" in page.refusal("start", digest=seen)
     page.asks("open_pipeline", id=page.names()["train"])
-    page.asks("edit", path="env", typed="", revision=1 << 40, editor="another tab")  # it is again what was seen
+    page.asks("edit", path="env", typed="", revision=1 << 40, editor="another tab")  # as the page showed it
     harm = {**DATA, "name": "train", "source": {"script_text": "print('harm')"}}
     MyPipelines().save(MyPipelines().open("train"), harm)
     page.asks("start", digest=seen)
@@ -268,7 +268,7 @@ def test_what_is_started_is_what_the_form_shows(page: Page) -> None:
 def test_form_that_another_tab_closes_meanwhile_is_started_as_it_was(
     page: Page, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    page.pipelines.create({**DATA, "name": "train", "secrets": ["NOT_SET_ANYWHERE"]})  # it starts no job
+    page.pipelines.create({**DATA, "name": "train", "secrets": ["NOT_SET_ANYWHERE"]})  # so that no job starts
     page.asks("open_pipeline", id=page.names()["train"])
     starting, is_changed = threading.current_thread(), page._is_changed
     closing = threading.Thread(target=page.close_form)
@@ -276,7 +276,7 @@ def test_form_that_another_tab_closes_meanwhile_is_started_as_it_was(
     def close_first(path: Path) -> bool:
         if threading.current_thread() is starting and closing.ident is None:
             closing.start()
-            closing.join(0.3)  # it has time to come between
+            closing.join(0.3)  # time for closing to interfere
         return is_changed(path)
 
     seen = page.asks("review")["digest"]

@@ -1,4 +1,4 @@
-"""A job's view without a page: what pages are told of real jobs and of what nodes may say, and what they may ask."""
+"""A job's view without a page: what it sends of real jobs and of hostile nodes, and which requests it accepts."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ from detrain_nb.spec import PipelineSpec
 from ..jobs.lying_node import LyingNode
 from .page import WithPage
 
-LIMIT_S = 300.0  # for two jobs, on a machine that has others to run
+LIMIT_S = 300.0  # for two jobs; the machine may be busy
 SCRIPT = """
 import os, pathlib, time
 from detrain_nb import log_metrics
@@ -61,14 +61,14 @@ pathlib.Path("model.safetensors").write_bytes(bytes(range(256)) * 4000)
 
 
 class Pressing(WithPage, JobView):
-    """A job's view and its page, where somebody presses while something is under way."""
+    """A job's view and its page, for tests that send requests while another one is in progress."""
 
 
 class Collecting(Pressing):
-    """A job's view and its page, where somebody waits."""
+    """A job's view and its page, for tests that wait for each request."""
 
     def asks(self, action: str, page: str = "p", **arguments: object) -> Any:
-        """What it has asked for before is over: that is told a moment before its thread ends."""
+        """Wait for the previous request first: the page is informed shortly before its thread finishes."""
         self.wait_until_idle()
         if self._reading is not None:
             self._reading.join(LIMIT_S)
@@ -76,7 +76,7 @@ class Collecting(Pressing):
 
     @property
     def shown_log(self) -> list[dict[str, Any]]:
-        """What came while the page got its state may be there twice: a page leaves out what it has."""
+        """The log without repetitions: lines that arrive with the initial state may come twice; a page skips them."""
         return list({item["number"]: item for item in self.seen["log"]}.values())
 
 
@@ -92,7 +92,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.fixture
 def run_script(home: Path) -> Iterator[Callable[..., Job]]:
-    """Submit a script; its job ends with the test, also where that fails."""
+    """Return a function that submits a script; the job is stopped after the test, even if the test fails."""
     submitted: list[Job] = []
 
     def run(name: str, text: str, **spec: Any) -> Job:
@@ -108,13 +108,13 @@ def run_script(home: Path) -> Iterator[Callable[..., Job]]:
 def test_real_job_is_watched_fetched_from_and_submitted_again(
     run_script: Callable[..., Job], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(job_view, "_LOOK_LIMIT_S", LIMIT_S)  # a machine may have others to run
+    monkeypatch.setattr(job_view, "_LOOK_LIMIT_S", LIMIT_S)  # the machine may be busy
     text, began_at = SCRIPT.replace("GO", str(tmp_path / "go")), time.time()
     job = run_script("train", text, checkpoint=None)
     view, unseen = Collecting(job), JobView(job)
     assert unseen.settled().text.startswith((f"▶ job {job.id}: running", f"▶ job {job.id}: preparing"))
     assert view.sent.empty()
-    wait_for_no_watcher()  # of others, too, which have just ended
+    wait_for_no_watcher()  # including watchers of earlier jobs that have just finished
     view.hears("hello")
     seen = view.wait_for(lambda it: bool(it) and (it["progress"] or {}).get("step") == 39)
     assert seen["head"]["phase"] == "running" and seen["progress"]["total"] == 40
@@ -179,7 +179,7 @@ def test_real_job_is_watched_fetched_from_and_submitted_again(
 
 
 def check_the_whole_log(view: Collecting, job: Job, folder: Path) -> None:
-    """Of all ranks in their order, and of one; on the disk, and for a browser as far as it fits."""
+    """Check the log of all ranks in order, and of one rank; on disk, and for a browser up to its size limit."""
     steps = [f"step {step}" for step in range(40)]
     assert view.refusal("whole_log", node="", source="0; rm", folder=None) == "the job has no such log: reload the page"
     assert view.asks("whole_log", node="", source="", folder=str(folder / "logs")) is None
@@ -195,7 +195,7 @@ def check_the_whole_log(view: Collecting, job: Job, folder: Path) -> None:
     with pytest.raises(Refused, match="the output exceeds 100 B"):
         write_log(job, folder / "logs", lambda done: None, most_bytes=100)
     size = sum(len(f"{step}\n") for step in steps)
-    usage = shutil.disk_usage(folder)._replace(free=2 * size)  # too little: it is there twice for a while
+    usage = shutil.disk_usage(folder)._replace(free=2 * size)  # too little: the file exists twice for a while
     with pytest.MonkeyPatch.context() as patch, pytest.raises(Refused, match="the most that fits here"):
         patch.setattr(shutil, "disk_usage", lambda folder: usage)
         write_log(job, folder / "logs", lambda done: None, source="1")
@@ -234,7 +234,7 @@ def test_watching_ends_with_the_last_page_and_a_stop_is_told(run_script: Callabl
     wait_for_no_watcher()
 
 
-# ---- what nodes say
+# ---- hostile nodes
 
 
 def status(state: str = "running", **more: Any) -> JobStatus:
@@ -313,7 +313,7 @@ def test_loss_that_is_no_number_is_told(is_bad: Callable[[int], bool], warning: 
 
 @pytest.mark.parametrize("largest", [sys.float_info.max, -sys.float_info.max])
 def test_largest_numbers_that_a_node_can_log_are_plain_json(largest: float) -> None:
-    """Rounded they would be infinite, which no message to a page can hold: the view would hear nothing more."""
+    """Rounded, they would be infinite, which no message to a page can contain: the view would get no more updates."""
     curves = LiveCurves()
     for step in range(3):
         curves.add({"step": step, "rank": 0, "time": 1.0 + step, "loss": largest, "memory_bytes": largest})
@@ -428,8 +428,8 @@ def test_job_without_a_model_tells_what_else_it_has_made(home: Path, monkeypatch
 def test_file_that_is_larger_than_its_node_said_is_not_fetched(
     fetch: Callable[..., Any], why: str, home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A node may say 10 bytes, and then send until the disk of this machine is full."""
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # others fetch, too
+    """A node may announce 10 bytes and then send until the disk of this machine is full."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # other tests fetch, too
     is_over = threading.Event()
 
     def offer(talk: Talk, order: dict[str, Any]) -> None:
@@ -440,12 +440,12 @@ def test_file_that_is_larger_than_its_node_said_is_not_fetched(
         talk.send(b"x" * 1000)
         talk.flush()
         is_over.wait(20)
-        raise EOFError  # it hangs up
+        raise EOFError  # it closes the connection
 
     def tell(talk: Talk, order: dict[str, Any]) -> None:
         talk.say("status", jobs=[{"id": "lies-1", "node_rank": 0, "state": "ended", "exit_code": 0}])
 
-    with contextlib.suppress(JobError):  # the other way has added it
+    with contextlib.suppress(JobError):  # the other parameter of this test has added it
         Record().add("lies-1", name="lies", nodes="[]", spec="{}", state="ended")
     job = Job("lies-1", "lies", [LyingNode({"status": tell, "artifacts": offer, "read": send})], record=Record())
     download = Download()
@@ -492,8 +492,8 @@ def test_node_that_sends_for_ever_is_not_waited_for_by_a_stop_nor_once_that_is_c
 
     def drip(talk: Talk, order: dict[str, Any]) -> None:
         dripping.put(order["type"])
-        while not is_over.wait(0.05):  # until the other side hangs up
-            talk.say("wait")  # it is still at it
+        while not is_over.wait(0.05):  # until the other side closes the connection
+            talk.say("wait")  # still working
             talk.flush()
 
     def list_made(talk: Talk, order: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""How a view is told and asked; what it would send is collected. tests/lab has the same with a page in a browser."""
+"""Messages between a view and its pages; what it would send is collected. tests/lab tests the same in a browser."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from .page import LIMIT_S, WithPage
 
 @pytest.fixture(scope="module")
 def kind(tmp_path_factory: pytest.TempPathFactory) -> type[Any]:
-    """A class of views whose script and style sheet lie in a folder of their own, with a module beside them."""
+    """A class of views whose script and style sheet are in a folder of their own, next to a module."""
     folder = tmp_path_factory.mktemp("views")
     (folder / "small.js").write_text("function mount(view) {}", encoding="utf-8")
     (folder / "small.css").write_text("", encoding="utf-8")
@@ -62,7 +62,7 @@ def view(kind: type[Any]) -> Iterator[Any]:
 
 
 def told(view: Any, count: int) -> list[dict[str, Any]]:
-    """The next messages to pages."""
+    """Return the next messages to pages."""
     return [view.take() for _ in range(count)]
 
 
@@ -124,7 +124,7 @@ def test_value_that_is_no_json_is_refused_where_it_is_published(view: Any) -> No
 
 
 def test_half_a_character_does_not_end_what_pages_are_told(view: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A page may send it, as JSON can; a kernel cannot, and the thread that tells pages would end of that."""
+    """A page may send a lone surrogate, as JSON can; a kernel cannot send one, and the sending thread would die."""
     pack = Session().pack
     monkeypatch.setattr(view, "send", lambda content: (pack(content), view.sent.put(content)))
     view.hears("hello")
@@ -143,7 +143,7 @@ def test_half_a_character_does_not_end_what_pages_are_told(view: Any, monkeypatc
 def test_page_that_falls_silent_is_gone_and_threads_end(view: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(live_view, "_PAGE_SILENT_S", 0.5)
     monkeypatch.setattr(live_view, "_LOOK_S", 0.05)
-    asking = threading.Thread(target=view.hears, args=("hello",))  # as in a sub-shell: not the main thread
+    asking = threading.Thread(target=view.hears, args=("hello",))  # like a sub-shell: not the main thread
     asking.start()
     asking.join(LIMIT_S)
     assert told(view, 1)[0]["late"] is False
@@ -208,7 +208,7 @@ def test_message_of_another_form_is_not_answered(view: Any, message: dict[str, o
     ],
 )
 def test_page_rewrites_nothing_of_a_view(view: Any, data: object) -> None:
-    """What it set would be echoed to every other page, and saved with the notebook."""
+    """A value that a page sets would be sent to all other pages and saved with the notebook."""
     view.hears("hello")
     before = view.get_state()
     view._handle_msg({"content": {"data": data}, "buffers": []})
@@ -337,7 +337,7 @@ def test_settled_text_is_escaped_where_there_is_no_html() -> None:
     assert Settled("<b>").bundle(end="live")["text/html"].endswith("&lt;b&gt;</pre><p><em>live</em></p>")
 
 
-@pytest.mark.filterwarnings("ignore:Your element with mimetype")  # that of the live view
+@pytest.mark.filterwarnings("ignore:Your element with mimetype")  # the mimetype of the live view
 @pytest.mark.parametrize("has_state", [True, False])
 def test_saved_notebook_as_html_has_the_plain_form_of_live_and_settled_views(kind: type[Any], has_state: bool) -> None:
     live, settled = kind(), kind()
@@ -345,7 +345,7 @@ def test_saved_notebook_as_html_has_the_plain_form_of_live_and_settled_views(kin
     shown = [*live.new_display()(), *settled.new_display()()]
     outputs = [nbformat.v4.new_output("display_data", data=one["data"]) for one in shown]
     book = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell("views", outputs=outputs)])
-    if has_state:  # as front ends save it that are told to
+    if has_state:  # as front ends save it if configured
         book.metadata["widgets"] = {"application/vnd.jupyter.widget-state+json": live.get_manager_state()}
     live.close()
     page = HTMLExporter().from_notebook_node(book)[0]
@@ -363,7 +363,7 @@ def wait_until(is_so: Any) -> None:
 
 
 def test_no_script_of_a_view_makes_html_or_code_of_a_text() -> None:
-    """Text of nodes, files and users becomes text of a page, by textContent and attributes alone."""
+    """Text of nodes, files and users is inserted only through textContent and attributes."""
     unsafe = re.compile(
         r"innerHTML|outerHTML|insertAdjacentHTML|createContextualFragment|DOMParser|document\.write|srcdoc"
         r"|\beval\(|new Function|javascript:"

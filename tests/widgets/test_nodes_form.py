@@ -1,4 +1,4 @@
-"""The form of nodes, as its pages drive it: what they ask, what they are told, and what they must not make it do."""
+"""The form of nodes, driven as its pages do: its requests, its updates, and what pages must not make it do."""
 
 from __future__ import annotations
 
@@ -68,14 +68,14 @@ WRONG = {
 
 
 class _Collecting(WithPage, nodes_view.NodesView):
-    """Its page is open."""
+    """A form of nodes with an open page."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.open_page()
 
     def waits_for(self, part: str, holds: Callable[[Any], Any]) -> Any:
-        """The part of the state, when it is so."""
+        """Wait until ``holds`` is true of a part of the state; returns the part."""
         deadline = time.monotonic() + LIMIT_S
         while not holds(value := self.state()[part]):
             assert time.monotonic() < deadline, value
@@ -84,7 +84,7 @@ class _Collecting(WithPage, nodes_view.NodesView):
 
     @property
     def rows(self) -> list[dict[str, Any]]:
-        """What is told of each node: its key, its words, and what is typed and wrong, by field."""
+        """The nodes as sent to pages: key, words, and the text and the error of each field."""
         told = self.state()["form"]
         return [
             {
@@ -102,7 +102,7 @@ class _Collecting(WithPage, nodes_view.NodesView):
         return key
 
     def types(self, key: str, *, page: str = "p", revision: int | None = None, **typed: str) -> list[int | None]:
-        """What the page gets for each field: the revision that has it, or None for a conflict."""
+        """Return the answer for each field: the revision that includes it, or None for a conflict."""
         seen = self._form.revision if revision is None else revision
         paths = {f"nodes[{key}].{field}": text for field, text in typed.items()}
         return [
@@ -255,7 +255,7 @@ def test_what_a_page_may_send_is_bounded(view: _Collecting) -> None:
     view.asks("change_nodes", do="remove", key=row)
     with pytest.raises(SpecError, match="at most"):
         view._form.add_nodes([Node(host="x"), Node(host="y")])
-    assert len(view.nodes) == MOST_NODES - 1  # all, or none
+    assert len(view.nodes) == MOST_NODES - 1  # all or none are added
     with pytest.raises(SpecError, match="or the path of a nodes file"):
         view.nodes = [3]
     with pytest.raises(SpecError, match=f"at most {MOST_NODES}"):
@@ -268,7 +268,7 @@ def test_rows_are_added_copied_moved_removed_and_brought_back(view: _Collecting)
     copy = view.asks("change_nodes", do="copy", key=first)
     assert [row["key"] for row in view.rows] == [first, copy, second]
     assert view.rows[1]["typed"] == {"host": "gpu1", "user": "alice"}
-    for key, do in [(second, "up"), (first, "up"), (copy, "down")]:  # the first and the last one stay
+    for key, do in [(second, "up"), (first, "up"), (copy, "down")]:  # the first and the last one do not move
         view.asks("change_nodes", do=do, key=key)
     assert [row["key"] for row in view.rows] == [first, second, copy]
     view.asks("change_nodes", do="remove", key=second)
@@ -282,7 +282,7 @@ def test_rows_are_added_copied_moved_removed_and_brought_back(view: _Collecting)
     assert view.rows[1]["typed"]["host"] == "gpu22"
     for key in (first, second, copy):
         view.asks("change_nodes", do="remove", key=key)
-    view._form.restore_node(second)  # brought back by its conflict, as a page may
+    view._form.restore_node(second)  # a page may restore it by resolving a conflict
     assert [view.asks("change_nodes", do="undo", key="") for _ in range(2)] == [copy, first]
     assert {row["key"] for row in view.rows} == {first, second, copy}
     for key in view._form.add_nodes([Node(host=f"n{number}") for number in range(30)]):
@@ -298,7 +298,7 @@ def test_what_two_pages_type_into_a_field_is_shown_and_nothing_is_lost(view: _Co
     view.hears("hello", "q")
     seen = view._form.revision
     assert view.types(row, host="mine", revision=seen) == [seen + 1]
-    for late in ("yours", "yours2"):  # it has not seen the other, and says so again
+    for late in ("yours", "yours2"):  # this page has not seen the other edit, and repeats its own
         assert view.types(row, page="q", revision=seen, host=late) == [None]
     [conflict] = view.state()["form"]["conflicts"]
     assert conflict == {"path": f"nodes[{row}].host", "theirs": "mine", "mine": "yours2", "editor": "q"}
@@ -378,7 +378,7 @@ def test_no_file_is_written_over_that_was_not_read_as_it_is(view: _Collecting, t
     view.adds(host="gpu1")
     view.asks("save", path=str(path), over="")
     view.types(view.rows[0]["key"], user="alice")
-    assert "said" in view.asks("save", path=str(path), over="")  # it is as we have left it
+    assert "said" in view.asks("save", path=str(path), over="")  # unchanged since we saved it
     path.write_text("# theirs\n" + path.read_text())
     asked = view.asks("save", path=str(path), over="")
     assert "has changed since it was read" in asked["ask"]
@@ -456,7 +456,7 @@ def test_start_that_fails_is_told_at_its_node_and_nothing_is_left(view: _Collect
     assert "127.0.0.1" in start["errors"][str(row)]
     assert [cell["is"] for cell in start["table"][0]["cells"]] == ["failed", "idle", "idle", "idle"]
     assert view.session is None
-    view.types(row, port="")  # and the form is as it was
+    view.types(row, port="")  # the form is as before
 
 
 def test_table_of_a_start_says_who_waits_for_whom_and_what_has_stopped() -> None:
@@ -478,7 +478,7 @@ def test_table_of_a_start_says_who_waits_for_whom_and_what_has_stopped() -> None
 
 
 def on_start_told(view: _Collecting, monkeypatch: pytest.MonkeyPatch, hear: Callable[[dict[str, Any]], object]) -> None:
-    """Call ``hear`` with each word about a start; of several in a turn pages are told the last one."""
+    """Call ``hear`` with each update about a start; pages receive only the last one of a turn."""
     publish = view.publish
 
     def publish_and_tell(part: str, value: Any) -> None:
@@ -510,7 +510,7 @@ def test_session_is_started_told_phase_by_phase_and_settles_to_a_line(
     seen = [[cell["is"] for cell in cells] for cells in tables]
     view.wait_until_idle()
     parts = [message["parts"]["start"] for message in view.all_sent if "start" in message.get("parts", {})]
-    assert parts[-1]["is"] == "done"  # pages were told before the view closed
+    assert parts[-1]["is"] == "done"  # pages were informed before the view closed
     assert any(states[2] == "running" or states[3] != "idle" for states in seen), seen
 
 

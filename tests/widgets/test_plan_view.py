@@ -1,4 +1,4 @@
-"""What is taken for a plan, what is said of what is none, and what is left of a view in a saved notebook."""
+"""Which plans are accepted, how others are refused, and what a saved notebook keeps of the view."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from detrain_nb.plan import Layer, MeshMemory, PlanDescription, RankBytes, Stage
 
 
 def costs(*stage_s: float, node_memory_bytes: float | None = None, name: str = "layers.{}") -> StageCosts:
-    """A layer for each stage."""
+    """Return costs with one layer per stage."""
     layers = tuple(Layer(name.format(index), time_s, 30e6, 10e6, 2e6) for index, time_s in enumerate(stage_s))
     stages = tuple(StageCost(1, time_s, 40e6, f"gpu{i}", node_memory_bytes) for i, time_s in enumerate(stage_s))
     return StageCosts(layers, stages, 4, 1.5)
@@ -148,7 +148,7 @@ def test_a_stage_that_is_a_little_slower_is_told_of_where_another_cut_is_quicker
 
 
 def test_a_stage_that_is_a_little_slower_is_not_warned_of_where_the_quicker_cut_does_not_fit() -> None:
-    """Behind the first layer the stages would take 1 s and 1.06 s; now they take 1.12 s and 0.94 s."""
+    """Cut after the first layer, the stages would take 1 s and 1.06 s; now they take 1.12 s and 0.94 s."""
     layers = tuple(Layer(f"h.{n}", time_s, 30e6, 10e6) for n, time_s in enumerate((1.0, 0.12, 0.94)))
 
     def word(last_memory_bytes: float) -> str:

@@ -1,4 +1,4 @@
-"""The view of variables without a page: what it tells, reads again, and leaves."""
+"""The view of variables without a page: what it sends, rereads and leaves behind."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def session() -> Iterator[Session]:
 
 
 class Told:
-    """A view, and what it publishes, as a page would hear it."""
+    """A view, and what it publishes to pages."""
 
     def __init__(self, view: VarsView, monkeypatch: pytest.MonkeyPatch) -> None:
         self.view = view
@@ -48,7 +48,7 @@ class Told:
             self._changed.notify_all()
 
     def wait_for(self, part: str, fits: Callable[[Any], bool] = lambda value: True) -> Any:
-        """The first value of ``part`` that ``fits``; what came before it is forgotten."""
+        """Return the first value of ``part`` that ``fits``; earlier values are discarded."""
         with self._changed:
             assert self._changed.wait_for(lambda: any(map(fits, self._parts.get(part, []))), LIMIT_S)
             return next(value for value in self._parts.pop(part) if fits(value))
@@ -120,8 +120,8 @@ def test_busy_rank_is_told_while_the_last_table_stays(told: Told, session: Sessi
     finally:
         session.stop_cells()
         thread.join(30)
-    session.run_cell("later = 1")  # is over before anybody could have seen it run
-    # It may have been read once between the two cells.
+    session.run_cell("later = 1")  # finished before the view can show it as running
+    # The variables may have been read once between the two cells.
     table = told.wait_for("table", lambda table: not table["notes"] and len(table["rows"]) == 3)
     assert [row["name"] for row in table["rows"]] == ["count", "grid", "later"] and not table["as_of"]
     assert told.wait_for("running", lambda words: not words) == ""
@@ -140,7 +140,7 @@ def test_what_is_wrong_is_said_when_it_is_made() -> None:
 
 
 def test_row_is_short_however_much_ranks_say_of_it() -> None:
-    """Each rank may have a reason of its own: a page is told of thousands of rows after each cell."""
+    """Each rank may have its own reason, and a page receives thousands of rows after each cell."""
     on = {
         rank: RankVariable("A", "", None, "", "", None, "", False, f"{rank} {'because ' * 24}") for rank in range(1000)
     }
