@@ -1,15 +1,15 @@
-"""Skips: counted by reason at the end, and in `.ci/run` allowed only where nothing could be done about them.
+"""Skips: counted by reason at the end, and in `.ci/run` allowed only if their cause cannot be removed there.
 
-A test that needs a Debian package says ``@pytest.mark.needs_debian("chromium")``; a fixture of any scope that needs one
-takes `needs_debian` and calls it. Both skip with the command that installs it. With DETRAIN_NB_CI set, every other skip
-is a failure unless its reason says GPU; so is a missing Debian package, unless SYSTEM_DEPS=no or the user is not root
-(then the Makefile could not install it).
+A test that needs a Debian package is marked ``@pytest.mark.needs_debian("chromium")``; a fixture of any scope that
+needs one requests `needs_debian` and calls it. Both skip with the command that installs the package. With DETRAIN_NB_CI
+set, every other skip is a failure unless its reason contains GPU; so is a missing Debian package, unless SYSTEM_DEPS=no
+or the user is not root (the Makefile could then not install it).
 
-Fixtures of a room stand in ``tests/<room>/conftest.py``; those for any room, `testbed` and `make_testbed`, in
-``tests/testbed/fixtures.py``, those for ranks that modules share in ``tests/checks/shared_ranks.py``, and how sessions
-start in ``tests/checks/starts.py``.
+Fixtures of a room are in ``tests/<room>/conftest.py``. Fixtures for any room are elsewhere: `testbed` and
+`make_testbed` in ``tests/testbed/fixtures.py``, ranks that modules share in ``tests/checks/shared_ranks.py``, and the
+start of sessions in ``tests/checks/starts.py``.
 
-Which tests `.ci/run` never runs a second time stands here too: NEVER_RERUN.
+NEVER_RERUN lists the tests that `.ci/run` never reruns.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from pathlib import Path
 
 import pytest
 
-# Nothing where tests/test_skips.py has this file alone in a folder. tests/checks/small.py leaves the last.
+# Empty when tests/test_skips.py copies only this file into a folder. tests/checks/small.py keeps only the last plugin.
 _PLUGINS = ("testbed.fixtures", "checks.starts", "checks.shared_ranks", "checks.outcomes")
 pytest_plugins = [f"{__package__}.{name}" for name in _PLUGINS] if __package__ else []
 
-# What shows that a package is there: a program, or a file. Other systems may bring it in their own way.
+# The program or the file that shows that a package is installed. Other systems may install it differently.
 DEBIAN = {
     "chromium": "chromium",
     "dataset-fashion-mnist": "/usr/share/datasets/fashion-mnist/train-images-idx3-ubyte.gz",
@@ -39,8 +39,8 @@ DEBIAN = {
     "slurmctld": "slurmctld",
     "slurmd": "slurmd",
 }
-# A failure here is never put down to chance: folders and modules that hold numbers against an oracle, or a promise of
-# SECURITY.md, or the tree against the design.
+# A failure here never counts as chance: folders and modules that compare numbers with an oracle, check a promise of
+# SECURITY.md, or compare the tree with the design.
 NEVER_RERUN = {
     "parallel",
     "plan",
@@ -93,13 +93,13 @@ NEVER_RERUN = {
     "test_types.py",
     "test_ci.py",
 }
-FOR_ADMINISTRATORS = "/usr/sbin:/sbin"  # programs here may be missing on a user's PATH
+FOR_ADMINISTRATORS = "/usr/sbin:/sbin"  # these folders may be missing on a user's PATH
 ADVICE = "apt-get install"
 
 
 @pytest.fixture(scope="session")
 def needs_debian() -> Callable[..., None]:
-    """Return a function that skips the test, or whoever needs the fixture that calls it, where a package is missing."""
+    """Return a function that skips the test, or the tests of the fixture that calls it, if a package is missing."""
     return _skip_without
 
 
@@ -119,7 +119,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure() -> None:
-    """Started in the background by a shell, Python and all it starts would ignore the stop that tests press."""
+    """Restore SIGINT: in a shell's background, Python and its children ignore the stop signal that tests send."""
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -133,7 +133,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Modules and tests stay to the end: the collector, and a test that calls it, need not look at them each time."""
+    """Exempt modules and tests, which live to the end, from garbage collection, so that it does not scan them."""
     gc.collect()
     gc.freeze()
 

@@ -1,4 +1,4 @@
-"""Cells that fail while they hold something, and the error of each; ``fail`` is the test's own."""
+"""Cells that fail while they hold a value, with the error of each; the test defines ``fail``."""
 
 FAILING_CELLS = {
     "function": ("fail()", "ValueError"),

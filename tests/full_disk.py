@@ -1,4 +1,4 @@
-"""A disk that takes no more, for files of this process."""
+"""A full disk, simulated for the files of this process."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def files_end_at(file_bytes: int) -> Iterator[None]:
-    """A file of this process may have so many bytes: the kernel refuses the rest, as a full disk does."""
+    """Limit the size of this process's files: the kernel refuses further bytes, as a full disk does."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (file_bytes, limits[1]))

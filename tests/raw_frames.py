@@ -1,4 +1,4 @@
-"""What announces a frame, written by hand: of a kind that there is not, of sizes that no message has."""
+"""Prefixes of frames, built by hand: with unknown kinds, and with sizes that no message has."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import struct
 from detrain_nb.wire import Message
 from detrain_nb.wire.messages import NUMBERS
 
-KIND_AT = 8  # the byte that says the kind
+KIND_AT = 8  # offset of the byte with the kind
 _PREFIX = struct.Struct("!IIB7s")  # the sizes of header and body, the kind, the number
 
 

@@ -1,4 +1,4 @@
-"""The folders of agents on one machine: what a dead one has left goes, what a live one has stays."""
+"""The folders of agents on one machine: those of dead agents are removed, those of live agents stay."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Start = Callable[[str], tuple[subprocess.Popen[bytes], socket.socket]]
 
 @pytest.fixture
 def base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder of the sessions of this test."""
+    """The folder of this test's sessions."""
     folder = tmp_path / "run"
     folder.mkdir(mode=0o700)
     monkeypatch.setenv("DETRAIN_NB_RUNTIME_DIR", str(folder))
@@ -42,7 +42,7 @@ def base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def start(base: Path) -> Iterator[Start]:
-    """A function that starts the agent of a session; all are ended after the test."""
+    """A function that starts the agent of a session; all agents are stopped after the test."""
     started: list[tuple[subprocess.Popen[bytes], socket.socket]] = []
 
     def start(name: str) -> tuple[subprocess.Popen[bytes], socket.socket]:
@@ -62,7 +62,7 @@ def _kill(agent: subprocess.Popen[bytes]) -> None:
 
 
 def _leave_dead(folder: Path, **more: str) -> Path:
-    """A folder as a killed agent leaves it."""
+    """Create a folder as a killed agent leaves it."""
     folder.mkdir(mode=0o700)
     for name in ("agent.lock", "agent.pid", "agent.log", "launcher.log", "holder", "spool.000000", "spool.000041"):
         (folder / name).write_text("4194304" if name == "agent.pid" else "x")
@@ -79,7 +79,7 @@ def _names(folder: Path) -> set[str]:
     return {path.name for path in folder.iterdir()}
 
 
-# ---- what goes
+# ---- what is removed
 
 
 def test_agent_for_which_there_is_no_process_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,7 +95,7 @@ def test_agent_for_which_there_is_no_process_leaves_nothing(tmp_path: Path, monk
 
 def test_killed_agent_leaves_nothing_once_another_starts(base: Path, start: Start) -> None:
     killed, _ = start("killed")
-    (base / "killed" / "spool.000007").write_bytes(b"x" * 1000)  # what it kept for a notebook
+    (base / "killed" / "spool.000007").write_bytes(b"x" * 1000)  # output that it kept for a notebook
     _kill(killed)
     assert "spool.000007" in _names(base / "killed")
     start("other")
@@ -189,7 +189,7 @@ def test_what_no_agent_writes_stays(base: Path, tmp_path: Path) -> None:
 
 
 def test_folder_that_no_agent_has_made_stays(base: Path) -> None:
-    (base / "empty").mkdir(mode=0o700)  # as one is that is starting
+    (base / "empty").mkdir(mode=0o700)  # like the folder of an agent that is starting
     other = base / "other"
     other.mkdir(mode=0o700)
     for name in ("lock", "holder", "launcher.log", "spool.000000"):
@@ -258,7 +258,7 @@ assert not list(folder.parent.iterdir())
 
 @pytest.mark.parametrize("moment", ["open", "fcntl.flock", "subprocess.Popen"])
 def test_folder_of_an_agent_that_is_starting_is_not_taken_from_it(base: Path, moment: str) -> None:
-    """Others look for dead agents at every step: before the lock is there, before it is held, before the agent runs."""
+    """Other agents look for dead ones at every step: before the lock exists, before it is held, before the agent."""
     ran = subprocess.run(
         [sys.executable, "-c", _STARTS, str(base / "new"), moment],
         capture_output=True, text=True, timeout=_LIMIT_S, check=False,
@@ -337,8 +337,8 @@ def test_starter_that_lives_on_does_not_hold_the_lock(base: Path, start: Start) 
 def test_folder_that_others_can_put_another_in_place_of_is_refused(
     mode: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A parent that others can write: they could give the agent a folder of theirs, and code in it."""
-    monkeypatch.setattr("grp.getgrgid", lambda gid: (_ for _ in ()).throw(KeyError(gid)))  # no group of one's own
+    """If others can write the parent, they could give the agent their own folder, with code in it."""
+    monkeypatch.setattr("grp.getgrgid", lambda gid: (_ for _ in ()).throw(KeyError(gid)))  # no private group
     shared = tmp_path / "shared"
     shared.mkdir()
     shared.chmod(mode)
@@ -368,7 +368,7 @@ def test_next_folder_is_taken_where_one_is_not_fit(tmp_path: Path, monkeypatch: 
 def test_session_is_found_while_the_folder_for_temporary_files_is_full(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Python names another one then."""
+    """Python then chooses another folder for temporary files."""
     monkeypatch.delenv("DETRAIN_NB_RUNTIME_DIR", raising=False)
     monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
     monkeypatch.setenv("TMPDIR", str(tmp_path))

@@ -1,4 +1,4 @@
-"""Two real ranks: on the first, a thread of gloo lets go of a tensor only after the script's last line."""
+"""Two real ranks: on the first, a gloo thread releases a tensor only after the script's last line."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 from detrain_nb import at_exit
 
 LIMIT_S = 120
-# The main thread of rank 0 keeps the GIL from before the collective is done until Python ends.
+# The main thread of rank 0 holds the GIL from before the end of the collective until Python exits.
 _SCRIPT = """
 import mmap, os, sys, time
 import torch, torch.distributed as dist
@@ -57,14 +57,14 @@ def _run(script: str, folder: Path, **env: str) -> subprocess.CompletedProcess[s
 
 @pytest.mark.timeout(LIMIT_S)
 def test_thread_of_gloo_does_not_abort_a_script_that_has_ended(tmp_path: Path) -> None:
-    """Its exit code stays its own."""
+    """The script keeps its exit code."""
     done = _run(_SCRIPT + "sys.exit(3)", tmp_path)
     assert done.returncode == 3, done.stderr
 
 
 @pytest.mark.timeout(LIMIT_S)
 def test_copy_of_it_does_the_same_for_a_script_that_knows_nothing_of_us(tmp_path: Path) -> None:
-    """And the ``sitecustomize`` before which it stands is run."""
+    """The ``sitecustomize`` that the copy precedes on the path is still run."""
     ours, hidden = tmp_path / "ours", tmp_path / "hidden"
     for folder in (ours, hidden):
         folder.mkdir()

@@ -1,4 +1,4 @@
-"""What `.ci/run` runs again and when it is red, shown with a Makefile and a folder of tests of their own."""
+"""What `.ci/run` reruns and when it is red, shown with a Makefile and a small folder of tests."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_passes(): pass
 @pytest.mark.slow
 def test_passes_slowly(): pass
 """
-# Fails in the first process that runs it; every run leaves a line that says in which module it was.
+# Fails in the first process that runs it; every run logs its process id.
 ONCE = """
 import os, pytest
 from pathlib import Path
@@ -69,10 +69,10 @@ Run = Callable[..., subprocess.CompletedProcess[str]]
 
 @pytest.fixture
 def run(request: pytest.FixtureRequest, tmp_path: Path) -> Run:
-    """Run `.ci/run` on the given modules, name -> source, beside one that passes. Parameter "xdist": on two workers."""
+    """Run `.ci/run` on the given modules, name -> source, and one that passes. Parameter "xdist": on two workers."""
     shutil.copytree(ROOT / ".ci", tmp_path / ".ci")
     xdist = " -p xdist -n 2 --dist loadfile" if getattr(request, "param", "") == "xdist" else ""
-    # What other plugins take to start is most of a run here.
+    # Loading other plugins would take most of a run.
     python = f"PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 {shlex.quote(sys.executable)}"
     (tmp_path / "Makefile").write_text(MAKEFILE.format(python=python, options="-p pytest_timeout" + xdist))
     tests = lay_out_tests(tmp_path)
@@ -115,7 +115,7 @@ def test_all_that_passes_is_run_once(run: Run) -> None:
 def test_test_that_failed_once_passes_with_its_module_and_is_shown_as_a_line(run: Run, tmp_path: Path) -> None:
     began = date.today()
     done = run({"test_a.py": _once("a")})
-    day = began if str(began) in done.stdout else date.today()  # midnight may be between
+    day = began if str(began) in done.stdout else date.today()  # midnight may have passed
     assert done.returncode == 0, done.stdout
     assert "make test: passed, but for failures by chance after" in done.stdout
     said = "TimeoutError: no answer after 5 s"
@@ -123,9 +123,9 @@ def test_test_that_failed_once_passes_with_its_module_and_is_shown_as_a_line(run
     line = f'    {{ name = "tests/test_a.py::test_once", date = {day}, error = "{said}" }},\n'
     assert line in done.stdout
     runs = re.findall(r"(\w+) (\d+)", (tmp_path / "a.log").read_text())
-    assert [word for word, _ in runs] == ["before", "once"] * 2  # the module, and once only
+    assert [word for word, _ in runs] == ["before", "once"] * 2  # its module, and only once
     assert runs[1][1] != runs[2][1]  # in a fresh pytest
-    assert done.stdout.count("= 2 passed in") == 1  # of the rerun: no other module was in it
+    assert done.stdout.count("= 2 passed in") == 1  # of the rerun: it had no other module
 
     (tmp_path / "flaky.toml").write_text(f"failures = [\n{line}]\n")
     assert read_flaky(tmp_path / "flaky.toml") == [ChanceFailure("tests/test_a.py::test_once", day, said)]
@@ -155,7 +155,7 @@ def test_test_that_fails_again_is_red(run: Run) -> None:
     assert "make test: FAILED" in done.stdout
     assert "tests/test_b.py::test_always: assert 1 == 2: FAILED: it was failed after" in done.stdout
     assert "tests/test_b.py::test_always: failed again" in done.stdout
-    assert 'name = "tests/test_a.py::test_once"' in done.stdout  # that one did fail by chance
+    assert 'name = "tests/test_a.py::test_once"' in done.stdout  # this one failed by chance
     assert 'name = "tests/test_b.py' not in done.stdout
 
 
@@ -284,7 +284,7 @@ def test_deadline_ends_what_does_not_stop(tmp_path: Path) -> None:
     command = ["bash", "-c", script]
     assert run_until(command, timeout_s=1, environment=os.environ, grace_s=0.2) is None
     with contextlib.suppress(psutil.NoSuchProcess):
-        psutil.Process(int((tmp_path / "pid").read_text())).wait(timeout=10)  # raises where it goes on
+        psutil.Process(int((tmp_path / "pid").read_text())).wait(timeout=10)  # raises if it is still running
 
 
 # tests/flaky.toml

@@ -1,4 +1,4 @@
-"""Hosts as they may be found: real sshd, real Pythons, links that are cut or slow; one bad host hides no other."""
+"""Hosts in realistic states: real sshd, real Pythons, links that are cut or slow. One bad host hides no other."""
 
 from __future__ import annotations
 
@@ -45,14 +45,14 @@ def _examine(testbed: Testbed, nodes: list[Node] | None = None, **options: Any) 
 
 
 def _states(report: Report, host: str) -> dict[str, str]:
-    """The checks of a host that are not well."""
+    """Return the checks of a host that are bad or have a warning."""
     cells = {row.check: row.cells[report.hosts.index(host)] for row in report.rows}
     return {check: cell.state for check, cell in cells.items() if cell.state in ("bad", "warning")}
 
 
 @pytest.fixture
 def home(testbed: Testbed) -> Iterator[Path]:
-    """The home of h0, seen from here; what a test leaves there is removed."""
+    """The home of h0 in the real file system; files that a test leaves there are removed."""
     home = testbed.path_home("h0")
     before = set(home.iterdir())
     yield home
@@ -62,7 +62,7 @@ def home(testbed: Testbed) -> Iterator[Path]:
 
 @pytest.fixture
 def make_python(home: Path, testbed: Testbed) -> Callable[[str], str]:
-    """Return a function that makes a ``python`` of h0 from the lines of a shell script; it returns the path there."""
+    """Return a function that creates a ``python`` on h0 from a shell script and returns its path there."""
 
     def make(script: str) -> str:
         path = home / "python"
@@ -73,7 +73,7 @@ def make_python(home: Path, testbed: Testbed) -> Callable[[str], str]:
     return make
 
 
-# ---- hosts that are well
+# ---- healthy hosts
 
 
 @pytest.fixture(scope="module")
@@ -142,7 +142,7 @@ def test_examination_leaves_nothing_on_a_host(testbed: Testbed) -> None:
 
     before = look_at_both()
     time.sleep(0.5)
-    while before != (before := look_at_both()):  # what an earlier test has left behind ends first
+    while before != (before := look_at_both()):  # first wait for the leftovers of earlier tests to end
         time.sleep(0.5)
     _examine(testbed)
     deadline = time.monotonic() + 60
@@ -394,7 +394,7 @@ def test_other_torch_is_said_with_both_versions(
     )
     python = make_python(f'PYTHONPATH=$HOME/other exec {sys.executable} "$@"')
     nodes = _with_python(testbed, python)
-    report = _examine(testbed, nodes[::-1])  # where there is one of each, the first is taken for right
+    report = _examine(testbed, nodes[::-1])  # on a tie, the first host counts as correct
     assert report.cell("torch", "h0").state == state
     assert report.cell("torch", "h0").text == f"{version}, but h1 has {here}"
     assert f"torch=={here}" in report.cell("torch", "h0").command
@@ -422,11 +422,11 @@ def test_setup_lines_that_fail_are_one_cell(testbed: Testbed) -> None:
     assert report.cell("torch", "h1").state == "good"
 
 
-# ---- what a host says is not trusted
+# ---- the output of a host is not trusted
 
 
 def _facts(**fields: Any) -> dict[str, Any]:
-    """What a good host says, with something else in it."""
+    """Return the facts of a healthy host, with some fields replaced."""
     disk = {"path": "/x", "total": 500 * GB, "free": 400 * GB}
     return {
         "type": "look",
@@ -453,10 +453,10 @@ def _facts(**fields: Any) -> dict[str, Any]:
 
 @pytest.fixture
 def examine_liar(testbed: Testbed, home: Path, make_python: Callable[[str], str]) -> Callable[..., Report]:
-    """Return a function that examines both hosts, of which h0 says what it is told to say and then waits."""
+    """Return a function that examines both hosts; h0 prints the given output and then waits."""
 
     def examine_it(*lines: object, raw: bytes = b"", **options: Any) -> Report:
-        ends = [{"type": "failed", "text": "it has no more to say"}] * 3  # else it would be waited for
+        ends = [{"type": "failed", "text": "it has no more to say"}] * 3  # otherwise the doctor would wait for more
         said = raw or MAGIC.encode() + b"".join(json.dumps(line).encode() + b"\n" for line in (*lines, *ends))
         (home / "said").write_bytes(said)
         nodes = _with_python(testbed, make_python("cat $HOME/said; exec cat >/dev/null"))
@@ -599,7 +599,7 @@ def test_few_open_files_are_a_warning(testbed: Testbed) -> None:
     assert (cell.text, cell.state) == ("32 per process", "warning") and "ulimit -n 1024" in cell.advice
 
 
-# ---- the ways between hosts
+# ---- links between the hosts
 
 
 def test_cut_link_is_a_problem_in_both_directions(testbed: Testbed) -> None:
@@ -629,7 +629,7 @@ def test_address_that_others_cannot_reach_is_found(testbed: Testbed) -> None:
 
 
 def test_bandwidth_and_latency_of_a_shaped_link_can_be_saved(make_testbed: MakeTestbed, tmp_path: Path) -> None:
-    # A rate that the relay keeps up with on a busy machine too.
+    # The relay keeps up with this rate on a busy machine, too.
     testbed = make_testbed(2, link=Link(delay_s=0.01, rate_bits_per_s=20e6))
     report = _examine(testbed, bandwidth=True)
     assert report.is_ok

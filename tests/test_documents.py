@@ -1,4 +1,4 @@
-"""Documents: what is written is read again in every format, and what is too much, or means two things, is refused."""
+"""Documents: what is written can be read again in every format; excessive or ambiguous documents are refused."""
 
 from __future__ import annotations
 
@@ -247,7 +247,7 @@ def test_yaml_is_looked_at_in_time_by_its_length(unit: str) -> None:
     began = time.thread_time()
     with pytest.raises(SpecError):
         parse_document((unit * 1_000_000)[:1_000_000], ".yaml")
-    assert time.thread_time() - began < 10  # what took time by the square would take hours
+    assert time.thread_time() - began < 10  # a quadratic parser would take hours
 
 
 def test_long_names_are_not_written_out_for_every_value_below() -> None:

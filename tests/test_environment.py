@@ -1,4 +1,4 @@
-"""What is installed: environment.yml and the lists in pyproject.toml say the same as each other and as the tree."""
+"""The installed packages: environment.yml and the lists in pyproject.toml agree with each other and with the tree."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from packaging.requirements import Requirement
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = "detrain_nb"
-MAPPED = {"magics": f"{PACKAGE}.magics", "widgets": f"{PACKAGE}.widgets"}  # folder at the top -> import name
-CONDA_NAMES = {"torch": "pytorch", "playwright": "playwright-python"}  # where conda-forge has another name
+MAPPED = {"magics": f"{PACKAGE}.magics", "widgets": f"{PACKAGE}.widgets"}  # top-level folder -> import name
+CONDA_NAMES = {"torch": "pytorch", "playwright": "playwright-python"}  # where conda-forge uses another name
 ONLY_CONDA = {"pip"}  # installs the package itself
 
 
@@ -40,7 +40,7 @@ def test_environment_yml_equals_pyproject(pyproject: dict[str, Any]) -> None:
     *lines, by_pip = environment["dependencies"]
     package, *only_pip = by_pip["pip"]
     assert package == "--editable ."
-    lines += only_pip  # what conda-forge may not have
+    lines += only_pip  # packages that conda-forge may lack
     found = {Requirement(line).name: str(Requirement(line).specifier) for line in lines}
     assert environment["channels"] == ["conda-forge"]
     assert {name: found[name] for name in found if name not in ONLY_CONDA} == wanted
@@ -69,7 +69,7 @@ def test_setuptools_lists_every_package_of_the_tree(pyproject: dict[str, Any]) -
 
 
 def test_every_library_that_is_imported_is_declared(pyproject: dict[str, Any]) -> None:
-    """In the dependencies; in an extra, where a function imports it when it is called."""
+    """Libraries are in the dependencies, or in an extra if only functions import them."""
     declared = {Requirement(line).name.lower() for line in pyproject["project"]["dependencies"]}
     extras = pyproject["project"]["optional-dependencies"]
     in_an_extra = declared | {Requirement(line).name.lower() for line in extras["quickstart"]}
@@ -106,11 +106,11 @@ def _list_libraries(tree: ast.Module, *, is_in_functions: bool = True) -> set[st
 @pytest.mark.parametrize("name", ["detrain_nb", *MAPPED.values()])
 def test_installed_package_imports_from_any_folder(name: str, pyproject: dict[str, Any], tmp_path: Path) -> None:
     if name not in pyproject["tool"]["setuptools"]["packages"]:
-        assert not (ROOT / name.rpartition(".")[2]).exists()  # a room that is not built yet
+        assert not (ROOT / name.rpartition(".")[2]).exists()  # a room that does not exist yet
         return
     environment = {key: value for key, value in os.environ.items() if not key.startswith("PYTHON")}
-    if (Path(sys.prefix) / ".done").is_dir():  # made by the Makefile, which sees to it
-        (tmp_path / "detrain_nb" / "detrain_nb").mkdir(parents=True)  # beside a clone
+    if (Path(sys.prefix) / ".done").is_dir():  # the Makefile made this environment, and guarantees the import
+        (tmp_path / "detrain_nb" / "detrain_nb").mkdir(parents=True)  # the folder above a clone
     done = subprocess.run(
         [sys.executable, "-c", f"import {name}; print({name}.__file__)"],
         cwd=tmp_path,

@@ -1,4 +1,4 @@
-"""What is shown of ranks that have failed together: the one that began it stands first."""
+"""The error of ranks that failed together: the rank that caused the failure comes first."""
 
 from __future__ import annotations
 

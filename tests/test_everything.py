@@ -96,7 +96,7 @@ def test_every_test_of_every_room_is_run_once(run: Run, root: Path) -> None:
         "node": ("passed", 3, 0, 1),
         "spec": ("FAILED", 1, 1, 0),
     }
-    assert (root / "build/runs").read_text() == "x"  # a failure is not run again
+    assert (root / "build/runs").read_text() == "x"  # a failure is not rerun
     assert "test_bad" in (root / "build/test-all/spec.log").read_text()
     table = draw_table(list(verdicts.values())).splitlines()
     assert [line.split() for line in table] == [
@@ -110,7 +110,7 @@ def test_every_test_of_every_room_is_run_once(run: Run, root: Path) -> None:
 
 def test_second_call_runs_what_has_not_passed(run: Run, root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     first = run()
-    (root / "build/mended").touch()  # in a folder that git ignores: the tree is the same
+    (root / "build/mended").touch()  # git ignores this folder: the key of the tree is unchanged
     capsys.readouterr()
     second = run()
     said = capsys.readouterr().out
@@ -157,7 +157,7 @@ def test_deadline_names_the_rooms_that_were_not_reached(run: Run, root: Path, mo
     (root / "tests/node/test_agent.py").write_text(waits)
     verdicts = run("node", "spec", limit_s=everything.GRACE_S + 8)
     assert _numbers(verdicts["node"]) == ("at the deadline", 1, 0, 0)
-    assert verdicts["node"].seconds < 30  # what a room needs to end is kept out of its time
+    assert verdicts["node"].seconds < 30  # the room's time excludes the grace period
     assert verdicts["spec"] == Verdict("spec", "not reached")
     table = draw_table(list(verdicts.values()))
     assert "at the deadline: node: `make test-all` goes on with them" in table

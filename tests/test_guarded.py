@@ -1,4 +1,4 @@
-"""What others can write is known; a folder that the user has named is made, but not taken from another user."""
+"""Folders that others can write are recognised; a folder that the user names is created, but not taken from others."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0,
 
 @pytest.fixture
 def everybodys(tmp_path: Path) -> Path:
-    """A folder like /tmp."""
+    """A folder like /tmp, which every user can write."""
     folder = tmp_path / "tmp"
     folder.mkdir()
     folder.chmod(0o1777)
@@ -69,7 +69,7 @@ def test_folder_of_another_user_behind_ones_own_link_is_refused(everybodys: Path
 def test_folder_of_another_user_that_comes_and_goes_is_not_taken(
     everybodys: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is away whenever it is looked at by its path, and there when the one below it is made."""
+    """The folder is absent whenever its path is checked, and exists when the folder below it is created."""
     monkeypatch.setattr(guarded, "refuse_squatted", lambda folder: None)
     (everybodys / "tz").mkdir()
     _theirs(everybodys / "tz")
@@ -79,7 +79,7 @@ def test_folder_of_another_user_that_comes_and_goes_is_not_taken(
 
 
 def test_folder_of_whoever_has_no_number_in_a_user_namespace_is_not_the_users(everybodys: Path) -> None:
-    """As in a container that nobody runs: it seems to be nobody's there, too."""
+    """In a container without a user, the folder seems to belong to the user "nobody", too."""
     as_nobody = ["unshare", "--user", "--map-user=65534", "--map-group=65534"]
     if subprocess.run([*as_nobody, "true"], capture_output=True, timeout=20).returncode:
         pytest.skip("this system makes no user namespaces")
@@ -127,7 +127,7 @@ def test_folder_that_another_user_has_put_in_the_place_of_ours_is_not_entered(ev
 def test_number_of_all_who_are_outside_of_a_namespace_is_not_taken_for_root(
     everybodys: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Root outside has it, but so have all others: among everybody's folders it is nobody's that can be believed."""
+    """Outside, root has this number, but so have all other users: the folder's owner cannot be trusted."""
     monkeypatch.setattr(guarded, "_trusted_users", lambda: {0, os.getuid(), _UID})
     (everybodys / "work").mkdir()
     _theirs(everybodys / "work")
@@ -139,7 +139,7 @@ def test_number_of_all_who_are_outside_of_a_namespace_is_not_taken_for_root(
 
 @pytest.fixture
 def of_own_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder that the user's own group can write, as many systems make them all."""
+    """A folder that the user's own group can write, the default of many systems."""
     user = SimpleNamespace(pw_uid=os.getuid(), pw_gid=7007, pw_name="me")
     monkeypatch.setattr(pwd, "getpwuid", lambda uid: user)
     monkeypatch.setattr(grp, "getgrgid", lambda gid: SimpleNamespace(gr_gid=gid, gr_name="me", gr_mem=["me"]))
@@ -177,7 +177,7 @@ def test_access_control_list_that_names_others_is_seen(of_own_group: Path, tag: 
 
 @pytest.mark.parametrize("mask", [0o002, 0o000, 0o077])
 def test_folders_that_we_make_above_ours_are_not_open_to_others(tmp_path: Path, mask: int) -> None:
-    """Of a user whose first group has others in it."""
+    """The user's primary group has other members."""
     (home := tmp_path / "home").mkdir()
     for path in (home, *list(home.parents)[:2]):
         path.chmod(0o755)

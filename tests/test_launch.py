@@ -1,4 +1,4 @@
-"""What torchrun is started with."""
+"""The arguments with which torchrun is started."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ def test_nodes_that_do_not_reach_each_other_have_a_store_each_on_the_loopback() 
 
 
 def _read_back(launch: NodeLaunch, *, local_rank: int) -> list[str]:
-    """What the rank is started with, by torchrun's own parser and its own templates."""
+    """Return the command of a rank, read by torchrun's own parser and templates."""
     import torch.distributed.run as torchrun
     from torch.distributed.elastic.utils import macros
 
-    with mock.patch.dict(os.environ):  # it sets OMP_NUM_THREADS
+    with mock.patch.dict(os.environ):  # torchrun sets OMP_NUM_THREADS
         config, command, arguments = torchrun.config_from_args(torchrun.parse_args(launch.argv[4:]))
     assert config.nproc_per_node == 2
     return [str(command), *macros.substitute(arguments, str(local_rank))]

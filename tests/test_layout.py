@@ -1,7 +1,7 @@
-"""The rooms and the arrows between them are those of docs/design.md: the two blocks there are read, the code is walked.
+"""The rooms and the imports between them match docs/design.md: its blocks are parsed, and the code is scanned.
 
-`read_rules` turns the blocks into `Rules`; `find_faults` holds a tree against them and returns one line per fault, so
-the tests below can also show it a small tree with a fault in it.
+`read_rules` turns the blocks into `Rules`. `find_faults` checks a tree against them and returns one line per fault, so
+the tests below can also check a small tree with a fault in it.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from detrain_nb.wire import KINDS
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = "detrain_nb"
-MAPPED = {"magics": f"{PACKAGE}.magics", "widgets": f"{PACKAGE}.widgets"}  # folder at the top -> import name
-HEAVY = {"IPython", "ipykernel", "ipywidgets", "anywidget", "paramiko", "torch", "numpy"}  # the core does without
+MAPPED = {"magics": f"{PACKAGE}.magics", "widgets": f"{PACKAGE}.widgets"}  # top-level folder -> import name
+HEAVY = {"IPython", "ipykernel", "ipywidgets", "anywidget", "paramiko", "torch", "numpy"}  # the core works without them
 NOT_ON_WINDOWS = {"fcntl", "grp", "pty", "pwd", "resource", "termios"}
-DRIVES_NODES = {"agents", "deploy", "jobs", "session", "spec", "transport"}  # these run on Windows too
+DRIVES_NODES = {"agents", "deploy", "jobs", "session", "spec", "transport"}  # these also run on Windows
 
-# What the standard library got after Python 3.10.
+# Additions to the standard library after Python 3.10.
 NEWER_MODULES = {"annotationlib", "asyncio.taskgroups", "compression", "concurrent.interpreters", "tomllib"}
 NEWER_MODULES |= {"importlib.resources.abc", "pathlib.types", "string.templatelib", "wsgiref.types"}
 NEWER_NAMES = {
@@ -65,7 +65,7 @@ NEWER_NAMES = {
     "warnings": "deprecated",
 }
 NEWER = NEWER_MODULES | {f"{module}.{name}" for module, names in NEWER_NAMES.items() for name in names.split()}
-NEWER_METHODS = {"add_note"}  # on whatever object
+NEWER_METHODS = {"add_note"}  # of any object
 
 
 # The rules
@@ -73,7 +73,7 @@ NEWER_METHODS = {"add_note"}  # on whatever object
 
 @dataclass(frozen=True)
 class Libraries:
-    """What a room may import from outside the standard library."""
+    """The packages outside the standard library that a room may import."""
 
     anywhere: frozenset[str] = frozenset()
     in_functions: frozenset[str] = frozenset()
@@ -88,21 +88,21 @@ class Libraries:
 
 @dataclass(frozen=True)
 class Rules:
-    """The three blocks of docs/design.md. Rooms are named as in the second one: `wire`, `node`, `__init__`."""
+    """The three blocks of docs/design.md. Rooms are named as in the second block: `wire`, `node`, `__init__`."""
 
-    top_level: frozenset[str]  # "detrain_nb/", "magics/": folders end with a slash
+    top_level: frozenset[str]  # "detrain_nb/", "magics/": a folder ends with a slash
     in_package: frozenset[str]  # "plan/a.py", "node/"
-    may_import: dict[str, frozenset[str]]  # transitive, the room itself included
+    may_import: dict[str, frozenset[str]]  # transitive, including the room itself
     inside: dict[
         str, frozenset[str]
-    ]  # the same for the rooms in a room: `node/cell`; `node/.` is what stands beside them
+    ]  # the same for the rooms in a room: `node/cell`; `node/.` is the files next to them
     libraries: dict[str, Libraries]
     on_node: frozenset[str]
-    when_called: frozenset[tuple[str, str]]  # ("spec/pipeline.py", "jobs"): imports of a room above, inside a function
+    when_called: frozenset[tuple[str, str]]  # ("spec/pipeline.py", "jobs"): a room above, imported in a function
 
 
 def read_rules(design: str) -> Rules:
-    """Parse the block of rooms and the two of arrows; raises ValueError on a line it cannot read."""
+    """Parse the block of rooms and the two blocks of imports; raises ValueError for a line that it cannot read."""
     blocks = re.findall(r"(?:^ {4}.*\n)+", design, flags=re.MULTILINE)
     rooms = next(block for block in blocks if block.startswith(f"    {PACKAGE}/"))
     arrows = next(block for block in blocks if block.startswith("    __init__:"))
@@ -118,7 +118,7 @@ def _read_rooms(block: str) -> tuple[frozenset[str], frozenset[str]]:
     for line in block.splitlines():
         if match := re.match(r" {6}([^\s,]+(?:, [^\s,]+)*)", line):
             in_package.update(match[1].split(", "))
-        elif re.match(r" {4}\S", line):  # more than one may stand in a line: "tests/  mirrors the rooms;   docs/"
+        elif re.match(r" {4}\S", line):  # a line may have several: "tests/  mirrors the rooms;   docs/"
             top_level.update(re.findall(r"(?:^|;) +(\S+/|\S+\.\w+)(?= |$)", line))
     return frozenset(top_level), frozenset(in_package)
 
@@ -130,7 +130,7 @@ def _read_arrows(
     libraries: dict[str, Libraries] = {}
     on_node: frozenset[str] = frozenset()
     when_called: frozenset[tuple[str, str]] = frozenset()
-    for line in re.sub(r"\n {5,}# ", "; ", block).splitlines():  # a comment may go on below
+    for line in re.sub(r"\n {5,}# ", "; ", block).splitlines():  # a comment may continue on the next line
         match = re.fullmatch(r" {4}([\w ,]+):\s+([^#]+?)(?:\s+# (.+))?", line)
         if not match:
             raise ValueError(f"docs/design.md: cannot read {line!r}: write 'room: rooms   # libraries'")
@@ -165,7 +165,7 @@ def _read_inner_arrows(block: str) -> dict[str, frozenset[str]]:
 
 
 def _read_targets(targets: str, above: dict[str, frozenset[str]]) -> frozenset[str]:
-    if targets in {"-", "everything, inside functions"}:  # the porch is lazy: who imports it imports nothing else
+    if targets in {"-", "everything, inside functions"}:  # the porch is lazy: importing it imports nothing else
         return frozenset()
     first, *rest = targets.split(", ")
     if first == "everything above":
@@ -197,13 +197,13 @@ def _read_libraries(comment: str) -> Libraries:
 
 @dataclass(frozen=True)
 class Module:
-    path: Path  # below the root of the tree
+    path: Path  # relative to the root of the tree
     room: str
-    package: str  # what a relative import starts from
+    package: str  # the package that relative imports start from
 
     @property
     def inner_room(self) -> str:
-        """`node/cell`, or `node/.` where it stands beside the rooms."""
+        """The inner room: `node/cell`, or `node/.` for a file next to the rooms."""
         inside = self.package.removeprefix(f"{PACKAGE}.").split(".")
         return f"{self.room}/{inside[1] if inside[1:] else '.'}"
 
@@ -213,7 +213,7 @@ class Module:
 
 
 def list_modules(root: Path) -> Iterator[Module]:
-    """Yield the modules of the installed package, with the room each is in."""
+    """Yield the modules of the installed package, each with its room."""
     for path in sorted((root / PACKAGE).rglob("*.py")):
         inside = path.relative_to(root / PACKAGE)
         room = inside.parts[0].removesuffix(".py")
@@ -225,7 +225,7 @@ def list_modules(root: Path) -> Iterator[Module]:
 
 
 def find_faults(root: Path, rules: Rules) -> list[str]:
-    """Hold the tree at ``root`` against the rules; one line per fault, with the file, the line and what to do."""
+    """Check the tree at ``root`` against the rules; one line per fault, with the file, the line and what to do."""
     faults = list(_find_strangers(root, rules))
     for module in list_modules(root):
         if module.room in rules.may_import:
@@ -235,7 +235,7 @@ def find_faults(root: Path, rules: Rules) -> list[str]:
 
 
 def names_in(module: Module, source: str) -> list[tuple[int, str]]:
-    """What a module imports and the attributes it takes of that, by their full names, each with its line."""
+    """Return the full names of a module's imports and of the attributes that it uses of them, each with its line."""
     uses = _Uses(module)
     uses.visit(ast.parse(source))
     return [(use.line, use.target) for use in uses.imports + uses.names]
@@ -308,7 +308,7 @@ def _is_when_called(module: Module, use: Use, rules: Rules) -> bool:
 
 
 def _check_inner_import(module: Module, use: Use, rules: Rules) -> Iterator[tuple[int, str]]:
-    """An import from one room of a room to another."""
+    """Check an import from one inner room to another."""
     _, *parts = use.target.split(".")
     if not use.target.startswith(f"{PACKAGE}.{module.room}.") or module.inner_room not in rules.inside:
         return
@@ -323,7 +323,7 @@ def _check_inner_import(module: Module, use: Use, rules: Rules) -> Iterator[tupl
 
 
 def _room_of(use: Use, rules: Rules) -> str:
-    """The room an import of ours leads to; a name that is no room is one that the porch gives."""
+    """Return the room that an import of ours refers to; a name that is not a room belongs to the porch."""
     _, *inner = use.module.split(".")
     name = inner[0] if inner else use.name
     return name if name in rules.may_import else "__init__"
@@ -331,7 +331,7 @@ def _room_of(use: Use, rules: Rules) -> str:
 
 @dataclass(frozen=True)
 class Use:
-    """An import, or a name of a module that is used. ``name`` is what `from module import name` asks for, or empty."""
+    """An import, or a used name of a module. ``name`` is that of `from module import name`, or empty."""
 
     line: int
     module: str
@@ -344,7 +344,7 @@ class Use:
 
 
 class _Uses(ast.NodeVisitor):
-    """Collects what a module imports and which attributes of imported modules it uses, and in which scope."""
+    """Collector of the imports of a module and the attributes that it uses of them, each with its scope."""
 
     def __init__(self, module: Module) -> None:
         self.imports: list[Use] = []
@@ -391,7 +391,7 @@ class _Uses(ast.NodeVisitor):
             self.generic_visit(node)
 
     def visit_FunctionDef(self, node: ast.FunctionDef | ast.AsyncFunctionDef) -> None:
-        self._visit_all([*node.decorator_list, node.args])  # defaults are evaluated where the function stands
+        self._visit_all([*node.decorator_list, node.args])  # defaults are evaluated in the enclosing scope
         self._visit_as("typing", [node.returns] if node.returns else [])
         self._visit_as("function", node.body)
 
@@ -418,7 +418,7 @@ class _Uses(ast.NodeVisitor):
         self._scope = outer
 
     def _resolve(self, node: ast.AST) -> str:
-        """Spell `t.Self` as `typing.Self` after `import typing as t`; "" for what no import gave."""
+        """Spell `t.Self` as `typing.Self` after `import typing as t`; "" for a name that was not imported."""
         if isinstance(node, ast.Name):
             return self._alias.get(node.id, node.id if node.id == "__import__" else "")
         if isinstance(node, ast.Attribute) and (base := self._resolve(node.value)):
@@ -505,14 +505,14 @@ def test_no_modules_import_each_other_in_a_circle(rules: Rules) -> None:
             for use in uses.imports
             if not _is_when_called(module, use, rules)
         }
-        below[name] = (found & set(modules)) - {name, PACKAGE}  # the porch imports in functions what imports it
+        below[name] = (found & set(modules)) - {name, PACKAGE}  # the porch imports its importers in functions
     while leaves := [name for name, found in below.items() if not found]:
         below = {name: found - {*leaves} for name, found in below.items() if name not in leaves}
     assert not below
 
 
 def test_what_is_known_of_a_session_changes_by_its_own_methods() -> None:
-    """No attribute that others can set, as mypy sees of what is Final; no method that reaches past the public ones."""
+    """No attribute that others can set (mypy checks Final ones), and no use of private attributes from outside."""
     faults = []
     for path in sorted((ROOT / PACKAGE / "session").rglob("*.py")):
         tree = ast.parse(path.read_text(encoding="utf-8"))
@@ -534,7 +534,7 @@ def _public_attributes(tree: ast.AST) -> Iterator[tuple[int, str]]:
 
 def _private_touches(tree: ast.AST) -> Iterator[tuple[int, str]]:
     for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute) and re.match("_(?!_)", node.attr):  # `session`: made by its own class
+        if isinstance(node, ast.Attribute) and re.match("_(?!_)", node.attr):  # `session`: created by its own class
             is_own = isinstance(node.value, ast.Name) and node.value.id in {"self", "cls", "session"}
             if not is_own:
                 yield node.lineno, ast.unparse(node)
@@ -557,7 +557,7 @@ def test_way_around_the_methods_is_found(find: Any, source: str) -> None:
 
 @pytest.mark.parametrize(("path", "lengths"), [("cell", [11, 9]), ("stop", [5, 6, 5])])
 def test_path_of_a_cell_or_a_stop_is_the_one_of_the_design(path: str, lengths: list[int]) -> None:
-    """Each step is defined in its file. A file calls the next step, or both know a message that goes between them."""
+    """Each step is defined in its file. A file calls the next step, or both use a message that is sent between them."""
     ways = _read_ways(f"The path of a {path}")
     assert [len(way) for way in ways] == lengths
     for way in ways:
@@ -566,12 +566,12 @@ def test_path_of_a_cell_or_a_stop_is_the_one_of_the_design(path: str, lengths: l
             of, _, method = following.partition(".")
             is_called = re.search(rf"\.{method}\(" if method else rf"\b{of}\b", source)
             is_carried = _names_of_wire(source) & _names_of_wire(below)
-            is_shown_to = "." not in step and re.search(rf"\b{step}\b", below)  # a protocol, and who has its methods
+            is_shown_to = "." not in step and re.search(rf"\b{step}\b", below)  # a protocol, and its implementation
             assert is_called or is_carried or is_shown_to, f"{step} in {file} does not hand on to {following}"
 
 
 def test_path_of_a_job_is_the_one_of_the_design() -> None:
-    """Each step is defined in its file. Of two files one names the other's step or module, or says what it hears."""
+    """Each step is defined in its file. One of two files names the other's step or module, or says what it receives."""
     ways = _read_ways("The path of a job")
     assert [len(way) for way in ways] == [8, 8]
     for way in ways:
@@ -584,7 +584,7 @@ def test_path_of_a_job_is_the_one_of_the_design() -> None:
 
 
 def _read_ways(heading: str) -> list[list[tuple[str, str]]]:
-    """The paths of a section of the design: each step, and its file."""
+    """Return the paths in a section of the design: each step, with its file."""
     design = (ROOT / "docs/design.md").read_text(encoding="utf-8")
     section = re.search(rf"^## {heading}\n(.*?)^## ", design, flags=re.MULTILINE | re.DOTALL)
     assert section
@@ -593,7 +593,7 @@ def _read_ways(heading: str) -> list[list[tuple[str, str]]]:
 
 
 def _read_steps(way: list[tuple[str, str]]) -> list[str]:
-    """The texts of its files, each of which defines its step."""
+    """Return the texts of the files of a path; each file must define its step."""
     sources = [(ROOT / file).read_text(encoding="utf-8") for _, file in way]
     for (step, file), source in zip(way, sources):
         assert step in _definitions(ast.parse(source)), f"{step} is not in {file}"
@@ -601,7 +601,7 @@ def _read_steps(way: list[tuple[str, str]]) -> list[str]:
 
 
 def _names_of_wire(source: str) -> set[str]:
-    """The messages that a file imports of wire, or all of them, where it is the one that defines them."""
+    """Return the messages that a file imports from wire, or all of them if the file defines them."""
     tree = ast.parse(source)
     imports = [node for node in tree.body if isinstance(node, ast.ImportFrom) and (node.module or "").endswith("wire")]
     found = {alias.name for node in imports for alias in node.names}
@@ -609,7 +609,7 @@ def _names_of_wire(source: str) -> set[str]:
 
 
 def _definitions(tree: ast.Module) -> set[str]:
-    """The names of classes and functions, and `Class.method`."""
+    """Return the names of classes and functions, and `Class.method`."""
     kinds = (ast.ClassDef, ast.FunctionDef)
     found = {node.name for node in tree.body if isinstance(node, kinds)}
     classes = [node for node in tree.body if isinstance(node, ast.ClassDef)]
@@ -754,7 +754,7 @@ def test_core_imports_without_torch_ipython_widgets_and_paramiko(rules: Rules, t
     for module in list_modules(ROOT):
         libraries = rules.libraries[module.room]
         is_heavy = any(libraries.allow(library, module.path.name, "top") for library in HEAVY)
-        if not is_heavy and module.room != "__main__":  # which would run the command
+        if not is_heavy and module.room != "__main__":  # importing it would run the command
             names.append(module.import_name)
     assert {PACKAGE, f"{PACKAGE}.session"} <= set(names)
     _import_elsewhere(names, tmp_path, before=f"sys.modules.update(dict.fromkeys({sorted(HEAVY)}))")
@@ -767,7 +767,7 @@ def test_notebook_side_imports_where_there_is_no_fcntl_and_no_unix_socket(tmp_pa
 
 
 def _import_elsewhere(names: list[str], folder: Path, *, before: str = "") -> None:
-    """Import the modules in a process that has neither the checkout nor the present folder on its path."""
+    """Import the modules in a process with neither the checkout nor the current folder on its path."""
     code = f"import importlib, sys\n{before}\nfor name in {names}: importlib.import_module(name)"
     environment = {key: value for key, value in os.environ.items() if not key.startswith("PYTHON")}
     done = subprocess.run(

@@ -1,4 +1,4 @@
-"""Which tests `make test-near` takes, shown on a small tree with the arrows of docs/design.md, and in a repository."""
+"""The tests that `make test-near` selects, in a small tree with the imports of docs/design.md, and in a repository."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .test_layout import Rules, read_rules
 ROOT = Path(__file__).resolve().parent.parent
 CODE = ["__init__", "errors", "plan", "agents", "launch", "locks", "values", "storage", "metrics", "__main__"]
 ROOMS = ["wire", "spec", "transport", "node", "deploy", "session", "doctor", "parallel", "training", "cli"]
-NO_FOLDER = ["doctor", "wire"]  # of tests: a module
+NO_FOLDER = ["doctor", "wire"]  # their tests are modules, not folders
 TREE = [
     *(f"detrain_nb/{name}.py" for name in CODE),
     *(f"detrain_nb/{name}/__init__.py" for name in ROOMS),

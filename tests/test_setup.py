@@ -1,4 +1,4 @@
-"""What the Makefile does on machines unlike this one, shown with stand-ins for the programs of the system."""
+"""What the Makefile does on other machines, shown with stand-ins for programs of the system."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ AKASH_LOCK = ROOT / "tests/formats/akash/package-lock.json"
 
 @pytest.fixture
 def make(tmp_path: Path):
-    """Run make with only the given scripts, and a few real programs, on PATH; returns its status and all it printed."""
+    """Run make with only the given scripts and a few real programs on PATH; returns its status and its output."""
     for name in ["sh", "mkdir", "sed", "tr", "cat", "cp", "rm"]:
         (tmp_path / name).symlink_to(shutil.which(name) or name)
 
@@ -118,7 +118,7 @@ exec sleep 60
 
 
 def _mark_as_fetched(share: Path) -> None:
-    """As if npm had brought what the tests take from there: it is not asked, which takes as long as it likes."""
+    """Create the files that npm would download for the tests, so that npm, which may take long, is not run."""
     axe = re.search("^AXE := (.+)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
     assert axe
     files = {"axe-core/version": axe[1], "axe-core/axe.min.js": "", "akash/installed.json": AKASH_LOCK.read_text()}
@@ -154,7 +154,7 @@ def test_make_that_is_ended_ends_the_tests_that_it_runs(target: str, tmp_path: P
         (venv / "bin").mkdir(exist_ok=True)
         (venv / "bin" / name).write_text(RUNS_ON)
         (venv / "bin" / name).chmod(0o755)
-    # A pattern is for the shell: without one make would start some of them itself.
+    # The shell expands this pattern; without one make would run some commands itself.
     command = ["make", f"VENV={venv}", "SYSTEM_DEPS=no", "PYTEST_ARGS=tests/test_setup*", target]
     environment = {**os.environ, "PID_FILE": str(pid_file)}
     with subprocess.Popen(
@@ -192,7 +192,7 @@ def test_ci_runs_every_part_and_fails_with_any(tmp_path: Path) -> None:
 
 
 def test_other_python_that_is_not_installed_is_named_and_left_out(make) -> None:
-    """A shim of pyenv is on PATH for every version that is installed, and may lead nowhere."""
+    """pyenv puts a shim on PATH for every version, even one that is not active."""
     shim = "echo 'pyenv: python3.12: command not found' >&2; exit 127"
     status, output = make("test-pythons", "SYSTEM_DEPS=no", date="echo 0", **{"python3.12": shim})
     assert status == 0, output

@@ -1,4 +1,4 @@
-"""What tests/checks/shared_ranks.py promises of a rank that is lost, shown by running pytest on a module of its own."""
+"""What tests/checks/shared_ranks.py promises about a lost rank, shown by running pytest on its own modules."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_of_the_next_module(two_ranks):
 
 @pytest.fixture(scope="module")
 def said(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The report of pytest on these modules, the summary with an outcome for each test among it."""
+    """The output of pytest for these modules, including a summary with the outcome of each test."""
     folder = tmp_path_factory.mktemp("shared")
     tests = lay_out_tests(folder)
     (tests / "parallel").mkdir()
@@ -94,7 +94,7 @@ def said(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def report_of(said: str, test: str) -> str:
-    """What stands below the name of a test that has failed."""
+    """Return the report of a failed test."""
     return re.split(r"\n_{3,} ", said.partition(f" {test} _")[2])[0]
 
 

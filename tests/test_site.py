@@ -1,4 +1,4 @@
-"""The documentation site: what `make docs` refuses in its pages, and what these have to name."""
+"""The documentation site: what `make docs` refuses in its pages, and what the pages must name."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from .checks.site import find_faults, main
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
 PUBLIC = ("doctor", "errors", "formats", "jobs", "parallel", "pipelines", "spec", "training", "widgets")
-MAPPED = {"widgets": "widgets"}  # folders at the top
+MAPPED = {"widgets": "widgets"}  # top-level folders
 _CLASS = re.compile(r"^ *class (\w+)\(([^)]*)\):", re.MULTILINE)
 
 SOUND = """<html><head><link rel="stylesheet" href="site.css"><link rel="canonical" href="https://example.org/"></head>
@@ -157,7 +157,7 @@ def test_every_setting_has_a_row() -> None:
 
 
 def _list_unexplained(page: str) -> Iterator[str]:
-    """Yield each magic and command that has no heading of its own in ``page``, or no example below it."""
+    """Yield each magic and command without its own heading in ``page``, or without an example below it."""
     sections = dict(re.findall(r"^### `([^`]+)`\n(.*?)(?=^##|\Z)", page, flags=re.DOTALL | re.MULTILINE))
     for name in _list_magics():
         if name not in sections:
@@ -167,7 +167,7 @@ def _list_unexplained(page: str) -> Iterator[str]:
 
 
 def _list_magics() -> Iterator[str]:
-    """Yield what the extension registers, with its commands; a magic that has some is explained by these."""
+    """Yield the registered magics and their commands; a magic with commands is documented by these."""
     parsers = {"%distributed": session_parser, "%job": job_parser, "%pipeline": pipeline_parser}
     for registered in Magics.__subclasses__():
         if registered.__module__.startswith(magics.__name__):
@@ -201,7 +201,7 @@ def test_exception_whose_entry_is_taken_out_is_named(name: str) -> None:
 def test_every_public_name_is_in_the_api(module: str) -> None:
     page = "\n".join(path.read_text(encoding="utf-8") for path in sorted((DOCS / "api").glob("*.md")))
     name = f"detrain_nb.{module}".rstrip(".")
-    if f".. automodule:: {name}\n" in page:  # by its __all__
+    if f".. automodule:: {name}\n" in page:  # documented by its __all__
         return
     shown = set(re.findall(rf"^\.\. (?:auto|py:)\w+:: {name}\.(\w+)(?:\(\))?$", page, flags=re.MULTILINE))
     public = {each for each in _read_all(module) if not each.startswith("__")}
@@ -209,7 +209,7 @@ def test_every_public_name_is_in_the_api(module: str) -> None:
 
 
 def _read_all(module: str) -> list[str]:
-    """``__all__`` of a module, which need not be imported."""
+    """Return ``__all__`` of a module without importing it."""
     path = ROOT / MAPPED.get(module, f"detrain_nb/{module}")
     text = (path / "__init__.py" if path.is_dir() else path.with_suffix(".py")).read_text(encoding="utf-8")
     found = re.search(r"^__all__ = (\[[^\]]*\])", text, flags=re.MULTILINE)
@@ -230,7 +230,7 @@ def _list_without_entry(page: str) -> Iterator[str]:
 
 @cache
 def _list_exceptions() -> frozenset[str]:
-    """Every public class of the package that derives from DetrainError, by its name."""
+    """Return every public subclass of DetrainError in the package, by name."""
     bases: dict[str, set[str]] = {}
     for folder in ("detrain_nb", "magics", "widgets"):
         for path in (ROOT / folder).rglob("*.py"):
@@ -243,7 +243,7 @@ def _list_exceptions() -> frozenset[str]:
 
 
 def _load(name: str) -> ModuleType:
-    """An extension of the site, without Sphinx."""
+    """Load an extension of the site without Sphinx."""
     spec = importlib.util.spec_from_file_location(f"docs_ext_{name}", DOCS / "_ext" / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None

@@ -1,4 +1,4 @@
-"""What tests/conftest.py promises about skips, shown by running pytest on a folder of its own with that conftest."""
+"""What tests/conftest.py promises about skips, shown by running pytest on a folder with that conftest."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_page(page): pass
 
 @pytest.fixture
 def run(tmp_path: Path):
-    """Run pytest on the given source; Debian's packages are not there unless a folder with them is given."""
+    """Run pytest on the given source; Debian's packages are missing unless a folder with them is given."""
     conftest = (Path(__file__).parent / "conftest.py").read_text(encoding="utf-8")
     (tmp_path / "conftest.py").write_text(conftest.replace("/usr/share/datasets/", "/nowhere/"))
     (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers =\n    needs_debian\n")
@@ -95,7 +95,7 @@ def test_ci_fails_on_any_other_skip(run) -> None:
 @pytest.mark.slow
 def test_ci_fails_on_a_module_that_is_skipped(run) -> None:
     source = "import pytest\npytest.skip('no time', allow_module_level=True)\n"
-    assert run(source).returncode == 5  # nothing ran
+    assert run(source).returncode == 5  # pytest's status when no test ran
     done = run(source, DETRAIN_NB_CI="1")
     assert done.returncode == 2
     assert "skipped: no time" in done.stdout

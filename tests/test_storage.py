@@ -1,4 +1,4 @@
-"""Paths and URLs: real files, memory, a file system over real SSH; URLs that nobody may open, copies that end early."""
+"""Paths and URLs: real files, memory, and SFTP over real SSH; forbidden URLs, and copies that are interrupted."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ from detrain_nb.transport.ssh import SshConnection, SshTarget
 
 from .testbed.testbed import Testbed
 
-LARGE_BYTES = 9 << 20  # of which fsspec tells the progress more than once
+LARGE_BYTES = 9 << 20  # large enough for several progress reports of fsspec
 
 
 class GivenUp(DetrainError):
-    """What a copy is ended with from outside: of ours, so that it comes through as it is."""
+    """Error that interrupts a copy from outside: one of ours, so that it is passed on unchanged."""
 
 
 def give_up_in_the_middle(done: int, size: int) -> None:
@@ -43,7 +43,7 @@ def give_up_in_the_middle(done: int, size: int) -> None:
 
 @pytest.fixture(autouse=True)
 def memory() -> Iterator[MemoryFileSystem]:
-    """That of ``memory://``, empty."""
+    """The empty file system of ``memory://``."""
     files = MemoryFileSystem()
     files.store.clear()
     files.pseudo_dirs[:] = [""]
@@ -54,7 +54,7 @@ def memory() -> Iterator[MemoryFileSystem]:
 
 @pytest.fixture(params=["a path", "file://", "memory://", "files= memory", "files= async"])
 def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Location:
-    """A folder that is not there yet, whose name is odd."""
+    """A folder that does not exist yet and has an odd name."""
     match request.param:
         case "a path":
             return locate(tmp_path / "the [f]older")
@@ -69,12 +69,12 @@ def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Location:
 
 
 def left_in(folder: Location) -> list[str]:
-    """All that is there, also what is not whole."""
+    """Return all names in ``folder``, including incomplete files."""
     found = folder.files.ls(folder.path, detail=False) if folder.exists() else []
     return sorted(name.rpartition("/")[2] for name in found)
 
 
-# ---- what a path or a URL leads to
+# ---- what a path or a URL refers to
 
 
 def test_path_is_one_of_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,7 +144,7 @@ def test_what_is_no_url_of_ours_is_refused(where: str, said: str) -> None:
 
 @pytest.fixture
 def listener() -> Iterator[socket.socket]:
-    """Something that listens, and that nobody is to connect to."""
+    """A listening socket to which no test may connect."""
     with socket.create_server(("127.0.0.1", 0)) as sock:
         yield sock
         sock.settimeout(0)
@@ -193,7 +193,7 @@ def test_what_fsspec_has_and_nobody_allowed_is_refused(protocol: str) -> None:
 
 
 def test_ssh_of_another_package_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """sshfs registers one under these names, which checks no host key either."""
+    """sshfs registers a file system under these names that does not check host keys either."""
     for name in ("ssh", "mine"):
         monkeypatch.setitem(_registry, name, MemoryFileSystem)
         with pytest.raises(SpecError):
@@ -207,7 +207,7 @@ def test_file_system_that_is_handed_over_gets_no_url_of_another_host(tmp_path: P
 
 @pytest.fixture
 def ssh_home(testbed: Testbed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A home whose key gets us in, and whose known_hosts has another key of the host: it has changed."""
+    """A home with a valid key, whose known_hosts has a different key for the host, as if the host had changed."""
     host = testbed.host("h0")
     folder = tmp_path / "home/.ssh"
     folder.mkdir(parents=True, mode=0o700)
@@ -268,7 +268,7 @@ def test_files_go_over_a_connection_that_has_checked_the_key(testbed: Testbed, t
     assert (home / "deep/large").read_bytes() == (tmp_path / "large").read_bytes()
 
 
-# ---- whole or not at all
+# ---- complete or not at all
 
 
 def test_files_come_back_as_they_were(folder: Location, tmp_path: Path) -> None:
@@ -389,7 +389,7 @@ def test_folder_is_not_taken_for_a_file(folder: Location, tmp_path: Path) -> Non
 def test_folder_that_others_can_write_is_not_written_through(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, done: str
 ) -> None:
-    """Where a group can write, another user puts a link in the place of the folder, or of the file under way."""
+    """If a group can write, another user may replace the folder, or the file in progress, by a link."""
     shared, mine = tmp_path / "shared", tmp_path / "mine"
     shared.mkdir()
     mine.mkdir()
@@ -398,7 +398,7 @@ def test_folder_that_others_can_write_is_not_written_through(
     made_new = os.open
 
     def make(path: Any, flags: int, *options: Any, **more: Any) -> int:
-        if flags & os.O_CREAT and str(path).endswith(storage._PART):  # the name can be seen, the file is not there yet
+        if flags & os.O_CREAT and str(path).endswith(storage._PART):  # the name is visible, the file does not exist yet
             os.rename(shared, tmp_path / "away")
             shared.symlink_to(mine)
             (mine / os.path.basename(path)).symlink_to(mine / "file")
@@ -418,7 +418,7 @@ def test_folder_that_others_can_write_is_not_written_through(
 
 @pytest.mark.parametrize("kind", ["a device", "what the process writes to"])
 def test_nothing_takes_the_place_of_a_device(kind: str, tmp_path: Path) -> None:
-    """For root it would be that of the whole machine: -o /dev/null."""
+    """As root, `-o /dev/null` would replace the device of the whole machine."""
     path = tmp_path / "out"
     if kind == "a device":
         path.symlink_to("/dev/null")
@@ -436,7 +436,7 @@ def test_nothing_takes_the_place_of_a_device(kind: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("mode", [0o600, 0o640, 0o755, 0o666])
 def test_file_that_replaces_another_has_its_mode_from_the_first_byte_on(tmp_path: Path, mode: int) -> None:
-    """Who opens it under way reads all that is written later."""
+    """A process that opens the file early could read everything that is written later."""
     path = tmp_path / "file"
     path.write_text("old")
     path.chmod(mode)
@@ -458,7 +458,7 @@ def test_file_that_replaces_another_has_its_mode_from_the_first_byte_on(tmp_path
 
 
 def test_file_under_way_is_made_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(storage.secrets, "token_hex", lambda size: "0")  # somebody has guessed it
+    monkeypatch.setattr(storage.secrets, "token_hex", lambda size: "0")  # the name was guessed
     (tmp_path / "mine").write_text("mine")
     (tmp_path / f".0{storage._PART}").symlink_to(tmp_path / "mine")
     with pytest.raises(DetrainError, match="File exists"):
@@ -483,7 +483,7 @@ def test_what_is_not_whole_is_not_listed(folder: Location) -> None:
 
 
 class Store(MemoryFileSystem):
-    """As object stores are: an object is whole or not there, folders are nothing, and listings are kept."""
+    """Like an object store: an object is complete or missing, folders do not exist, and listings are cached."""
 
     protocol = "s3"
     cachable = False
@@ -529,7 +529,7 @@ def test_what_others_have_written_meanwhile_is_seen() -> None:
     assert folder.names() == ["first", "second"]
 
 
-# ---- what goes wrong
+# ---- failures
 
 
 def test_reading_has_a_limit(folder: Location) -> None:
@@ -540,7 +540,7 @@ def test_reading_has_a_limit(folder: Location) -> None:
 
 
 class Endless(io.RawIOBase):
-    """A file that gives as much as is asked for, and says when that is too much."""
+    """A file that returns as much as is requested, and raises if that is too much."""
 
     given = 0
 
@@ -589,7 +589,7 @@ def test_store_that_does_not_answer_is_an_error_and_no_absence(monkeypatch: pyte
 
 
 def test_server_that_refuses_is_not_told_as_a_file_that_is_not_there() -> None:
-    class Refused(Exception):  # as of aiohttp
+    class Refused(Exception):  # like an error of aiohttp
         def __init__(self, status: int) -> None:
             super().__init__(f"{status}, of https://host/x")
             self.status = status
@@ -598,7 +598,7 @@ def test_server_that_refuses_is_not_told_as_a_file_that_is_not_there() -> None:
         cachable = False
 
         def open(self, path: str, mode: str = "rb", **options: Any) -> Any:
-            raise FileNotFoundError(path) from causes.pop(0)  # as fsspec does for all of them
+            raise FileNotFoundError(path) from causes.pop(0)  # as fsspec does for each of the causes
 
     causes = [OSError(111, "Connect call failed"), Refused(403), Refused(404)]
     for reason in ("Connect call failed", "403, of https://host/x", "it does not exist"):

@@ -1,4 +1,4 @@
-"""What is shown to people: tables, sizes, what others said, made harmless; and how hosts are written."""
+"""Text for people: tables, sizes, foreign text made harmless, and the spelling of hosts."""
 
 from __future__ import annotations
 
@@ -186,7 +186,7 @@ def test_no_character_is_left_that_is_a_control_a_format_a_surrogate_or_ends_a_l
         ("me@[fe80::1%eth0]:00022", ("me", "fe80::1%eth0", "00022", True)),
         ("[]", (None, "", None, True)),
         ("", (None, "", None, False)),
-        # of another form: nothing is lost, so that who looks at the host sees what is wrong with it
+        # other forms are kept whole, so that the text of the host shows what is wrong
         ("me@fe80::1", ("me", "fe80::1", None, False)),
         ("@gpu1", ("", "gpu1", None, False)),
         ("gpu1:", (None, "gpu1:", None, False)),

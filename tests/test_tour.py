@@ -1,6 +1,6 @@
-"""docs/tour.md and docs/two_hosts.md show what their cells really print.
+"""docs/tour.md and docs/two_hosts.md show the real output of their cells.
 
-`python -m tests.checks.tour` and `python -m tests.checks.two_hosts` write that again.
+`python -m tests.checks.tour` and `python -m tests.checks.two_hosts` rewrite the output.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def test_every_cell_of_the_tour_prints_what_the_page_shows(tmp_path: Path) -> No
 def test_every_cell_on_two_hosts_prints_what_the_page_shows(
     make_testbed: MakeTestbed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("HOME", os.environ["HOME"])  # put back after the test
+    monkeypatch.setenv("HOME", os.environ["HOME"])  # restored after the test
     text = TWO_HOSTS.read_text(encoding="utf-8")
     cells = list(read_cells(text))
     shown = run_page(text, make_testbed, tmp_path)

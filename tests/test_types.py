@@ -1,4 +1,4 @@
-"""What mypy does not read of torch (pyproject.toml) hides nothing of ours: as many expressions stay without a type."""
+"""The parts of torch that mypy skips (pyproject.toml) hide no types of ours: the number of Any expressions is equal."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def _list_skipped() -> list[str]:
 
 
 def _lay_out(folder: Path) -> Callable[[str], dict[str, tuple[int, int]]]:
-    """Copy the package as in a wheel; returns what runs mypy on it: module -> (expressions that are Any, all)."""
+    """Copy the package as in a wheel; returns a function that runs mypy: module -> (expressions that are Any, all)."""
     build = ["build", "--build-base", str(folder / "base"), "build_py", "--build-lib", str(folder / "lib")]
     lay_out = "import setuptools; setuptools.setup()"
     subprocess.run([sys.executable, "-c", lay_out, "--quiet", *build], cwd=ROOT, check=True, timeout=100)

@@ -1,4 +1,4 @@
-"""Values travel exactly or not at all, and nothing that is received is trusted."""
+"""Values are transferred exactly or not at all, and received data is not trusted."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from detrain_nb.values import MAX_DESCRIPTION_BYTES, buffer_sizes, pack, unpack
 
 
 def receive(value: object) -> Any:
-    """Send a value over a wire that carries JSON and bytes."""
+    """Send a value through JSON and bytes, as over the wire."""
     description, buffers = pack(value, name="x")
     sizes = [len(buffer) for buffer in buffers]
     assert all(buffer.c_contiguous and buffer.format == "B" for buffer in buffers)
@@ -45,7 +45,7 @@ FACTORIES = [bool, int, float, str, tuple, list, set, dict]
 
 
 def fingerprint(value: Any) -> Any:
-    """What two values have in common only when they are equal in every type and bit, NaN included."""
+    """Return a key that two values share only if they are equal in every type and bit, NaN included."""
     kind = type(value)
     if kind is float:
         return kind, struct.pack("<d", value)
@@ -79,7 +79,7 @@ def nested(depth: int) -> list[Any]:
 
 
 def test_expanded_tensors_and_arrays_are_too_large_before_they_are_made_so() -> None:
-    """No memory is taken for 400 TB."""
+    """No memory is allocated for 400 TB."""
     one = np.broadcast_to(np.zeros(1), (10**13,))
     for value in (torch.ones(1).expand(10**14), one, [torch.ones(1).expand(10**9)] * 10):
         with pytest.raises(ValueNotSupported, match=r"^x has [\d.]+ GB, at most 4\.3 GB can travel: use a part of it"):
@@ -328,7 +328,7 @@ def test_tensor_of_any_dense_dtype_arrives_exactly(dtype: torch.dtype) -> None:
     [
         torch.tensor([1 + 2j, 3 - 1j]).conj(),
         torch.tensor([1 + 2j, 3 - 1j]).conj().imag,
-        torch.tensor([1 + 2j]).conj().imag,  # contiguous, and its bytes still have the other sign
+        torch.tensor([1 + 2j]).conj().imag,  # contiguous, but its bytes have the wrong sign
         torch.zeros(2, 3, 4, 5).to(memory_format=torch.channels_last),
         torch.ones(1).expand(1000, 5),
         torch.zeros(0, 2**40),
@@ -410,7 +410,7 @@ def test_tensor_on_a_gpu_arrives_on_the_cpu() -> None:
     assert torch.equal(received["z"], torch.ones(2, dtype=torch.complex64))
 
 
-# ---- what cannot travel
+# ---- what cannot be transferred
 
 
 class Point(collections.namedtuple("Point", "x y")):
@@ -427,7 +427,7 @@ class Color(enum.IntEnum):
 
 
 class Runs:
-    """What pickle would run on arrival."""
+    """An object for which pickle would run code on arrival."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return print, ("executed",)
@@ -535,7 +535,7 @@ def test_value_that_cannot_travel_is_refused_with_its_place_and_what_to_do(
     assert message in str(caught.value)
 
 
-@pytest.mark.filterwarnings("ignore")  # torch calls both a thing of the past or of the future
+@pytest.mark.filterwarnings("ignore")  # torch warns that both are deprecated or experimental
 def test_nested_and_quantized_tensors_are_refused_with_what_to_do() -> None:
     with pytest.raises(ValueNotSupported, match=r"x is a nested tensor and cannot travel: use list\(x.unbind\(\)\)"):
         pack(torch.nested.nested_tensor([torch.ones(1), torch.ones(2)]), name="x")
@@ -801,12 +801,12 @@ def test_raw_bytes_that_are_no_such_value_are_a_wire_error(
 
 def test_key_that_numpy_does_not_hash_is_a_wire_error() -> None:
     description = {"set": [{"scalar": {"array": ["<m8", []]}}]}
-    with contextlib.suppress(WireError):  # an older numpy does hash it
+    with contextlib.suppress(WireError):  # older versions of numpy hash it
         unpack(description, [b"\1".ljust(16, b"\0")])
 
 
 def test_hashes_are_not_counted_under_numbers_that_a_node_chooses(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Numbers of different hashes can be chosen so that each is looked for in all places of a dict: 87,380 in 17 s."""
+    """Different hashes can be chosen to collide in a dict: 87,380 of them took 17 s."""
     counted: list[int] = []
 
     class Counter(collections.Counter[int]):
@@ -827,16 +827,16 @@ def test_hashes_are_not_counted_under_numbers_that_a_node_chooses(monkeypatch: p
 def test_keys_made_to_collide_are_a_wire_error() -> None:
     number = 20_000
     collide = [{"int": 16}] * number
-    raw = b"".join((n * ((1 << 61) - 1)).to_bytes(16, "little") for n in range(number))  # the hash of each is 0
+    raw = b"".join((n * ((1 << 61) - 1)).to_bytes(16, "little") for n in range(number))  # all have the hash 0
     pair = [collide, {"int64": number}]
     for description in ({"set": collide}, {"dict": pair}, {"OrderedDict": pair}, {"defaultdict": [None, *pair]}):
         with pytest.raises(WireError, match="20000 keys or elements take too long to compare"):
             unpack(description, [raw] if "set" in description else [raw, bytes(8 * number)])
-    alike = {"frozenset": [{"int": 16}] * 60}  # each takes little to make, and long to tell from another
+    alike = {"frozenset": [{"int": 16}] * 60}  # each is quick to make and slow to compare
     raw = b"".join((n * ((1 << 61) - 1)).to_bytes(16, "little") for n in range(60 * 30))
     with pytest.raises(WireError, match="30 keys or elements take too long to compare"):
         unpack({"set": [alike] * 30}, [raw])
-    long = [{"int": 100_000}] * 20  # of one hash too, and alike but for their first digits
+    long = [{"int": 100_000}] * 20  # they share a hash, too, and differ only in their first digits
     raws = [((1 << 799_000) + n * ((1 << 61) - 1)).to_bytes(100_000, "little") for n in range(20)]
     with pytest.raises(WireError, match="20 keys or elements take too long to compare"):
         unpack({"set": long}, raws)
@@ -893,7 +893,7 @@ POISON: list[Any] = [
 
 
 def mutate(node: Any, chance: random.Random) -> Any:
-    """A copy of a description with poison in some of its places."""
+    """Return a copy of a description with poison in some places."""
     if chance.random() < 0.04:
         return chance.choice(POISON)
     if isinstance(node, list):

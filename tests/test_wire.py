@@ -1,4 +1,4 @@
-"""Frames and messages: what one side writes the other reads, and nothing else gets through."""
+"""Frames and messages: one side reads what the other writes, and everything else is refused."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_text_is_read_in_pieces_as_in_one(parts: list[str], size: int) -> None:
 
 
 def test_others_have_their_turn_while_halves_of_surrogates_are_read() -> None:
-    """Python calls an error handler for each of them, and nobody else meanwhile: 90 s for a gigabyte."""
+    """Python calls an error handler for each of them while holding the GIL: 90 s for a gigabyte."""
     turns, is_read = 0, threading.Event()
 
     def count() -> None:
@@ -159,7 +159,7 @@ def test_what_is_not_a_message_is_refused(frame: Frame, complaint: str) -> None:
 
 
 def test_every_message_has_a_number_of_its_own_that_is_not_given_again() -> None:
-    """Behind the last one there is room for more; that of a message which is taken out stays unused."""
+    """New messages are numbered after the last one; the number of a removed message stays unused."""
     assert sorted(NUMBERS, key=repr) == sorted(Message.__subclasses__(), key=repr)
     assert len(KINDS) == len(NUMBERS)
     assert all(0 < number < 256 for number in KINDS)
@@ -177,7 +177,7 @@ def test_frame_of_unknown_kind_is_refused_before_it_arrives(number: int) -> None
 
 
 def test_agent_of_before_the_kinds_reads_who_attaches_and_by_which_protocol() -> None:
-    """It refuses then, and does not hang up without a word: its frames had the type in the header."""
+    """Such an agent refuses with a message instead of closing the connection; its frames had the type in the header."""
     data = to_frame(Attach("mine", "me")).to_bytes()
     header_bytes, body_bytes, _ = struct.unpack_from("!IIQ", data)
     assert (16 + header_bytes, body_bytes) == (len(data), 0)
@@ -268,7 +268,7 @@ WORST = ["{},", "[],", '{"":0},', '{"a":[0.5]},', '"ab",', "0.5,", "1234567,"]
 
 @pytest.mark.parametrize("part", WORST)
 def test_longest_header_of_a_node_takes_no_more_memory_than_a_large_message(part: str) -> None:
-    """What Python makes of JSON is many times as large: of 16 MB some 400."""
+    """The Python objects of JSON are many times as large: about 400 MB for 16 MB."""
     begin, end = b'{"rank":0,"request":0,"known":[', b"0]}"
     count = (MAX_HEADER_BYTES - len(begin) - len(end)) // len(part)
     data = Frame(0, Collectives, begin + part.encode() * count + end, b"").to_bytes()
@@ -299,7 +299,7 @@ def _read(data: bytes | bytearray) -> object:
 
 
 def _peak_bytes(act: Callable[[], object]) -> int:
-    """The most memory that Python has held at once."""
+    """Return the peak memory that Python has held."""
     tracemalloc.start()
     try:
         act()
@@ -320,7 +320,7 @@ def test_bundle_of_more_values_than_any_has_is_refused_before_it_takes_memory(pa
 
 
 def test_bundle_of_as_many_values_as_one_may_have_takes_little_memory() -> None:
-    """It stays in the result, for each cell and each rank."""
+    """The bundle stays in the result, for each cell and each rank."""
     nested = b'{"":' * 19 + b"{}" + b"}" * 19
     data = b'{"application/json":[' + b",".join([nested] * (MAX_BUNDLE_VALUES // 40 - 1)) + b"]}"
     assert 0.9 * MAX_BUNDLE_VALUES < count_values(data) < MAX_BUNDLE_VALUES
