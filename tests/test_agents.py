@@ -258,7 +258,7 @@ assert not list(folder.parent.iterdir())
 
 @pytest.mark.parametrize("moment", ["open", "fcntl.flock", "subprocess.Popen"])
 def test_folder_of_an_agent_that_is_starting_is_not_taken_from_it(base: Path, moment: str) -> None:
-    """Other agents look for dead ones at every step: before the lock exists, before it is held, before the agent."""
+    """Others look for dead agents at every step: before the lock exists, before it is held, before the agent runs."""
     ran = subprocess.run(
         [sys.executable, "-c", _STARTS, str(base / "new"), moment],
         capture_output=True, text=True, timeout=_LIMIT_S, check=False,
