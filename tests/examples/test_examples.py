@@ -1,4 +1,4 @@
-"""The examples as a user starts them: torchrun, gloo ranks, then the saved file in one process without ranks."""
+"""The examples as a user starts them: torchrun and gloo ranks; then the saved file in one process without ranks."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def start(folder: Path, argv: list[str], **variables: str) -> subprocess.Popen[s
 
 
 def torchrun(folder: Path, script: str, processes: int, *options: str) -> tuple[int, str, str]:
-    """In an empty folder, so that what is found there was written by this run."""
+    """Run a script in an empty folder, so that the files there come from this run."""
     argv = [*TORCHRUN, "--standalone", f"--nproc_per_node={processes}", str(EXAMPLES / script), *options]
     with start(folder, argv) as process:
         out, err = process.communicate(timeout=100)
@@ -39,13 +39,13 @@ def torchrun(folder: Path, script: str, processes: int, *options: str) -> tuple[
 
 
 def run_line(line: str, folder: str, tmp_path: Path) -> tuple[str, Path]:
-    """What a user types in the example's own folder, here a copy, so that what is found there is of this run."""
+    """Run a line that a user types in the example's folder, here a copy: the files there come from this run."""
     shutil.copytree(EXAMPLES, tmp_path / "examples", ignore=shutil.ignore_patterns("__pycache__", "*.safetensors"))
     own = tmp_path / "examples" / folder
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     argv = shlex.split(line)
     argv[0] = str(shutil.which(argv[0], path=path))
-    # torchrun's default port is one for all of this machine: others may be testing too.
+    # torchrun has one default port for the whole machine, which other tests may be using.
     with start(own, argv, PATH=path, PET_MASTER_PORT=str(free_ports(1)[0])) as process:
         out, err = process.communicate(timeout=100)
     assert process.returncode == 0, err
@@ -73,7 +73,7 @@ def losses_of(out: str) -> list[float]:
 
 
 def evaluate_alone(script: str, file: Path, samples: int) -> dict[str, float]:
-    """The saved file in the plain model: its loss and accuracy, by hand."""
+    """Return the loss and accuracy of the saved file in the plain model, computed by hand."""
     module = load(script)
     model: nn.Module = module.make_model()
     model.load_state_dict(load_file(file))
@@ -91,7 +91,7 @@ def evaluate_alone(script: str, file: Path, samples: int) -> dict[str, float]:
 @pytest.mark.needs_debian("dataset-fashion-mnist")
 @pytest.mark.parametrize("script, processes", [("tp/nn/sequence_main.py", 2), ("fsdp_tp/main.py", 4)])
 def test_saved_file_is_the_whole_model_and_as_good_as_was_printed(script: str, processes: int, tmp_path: Path) -> None:
-    """The others are run by their own lines, below."""
+    """The other examples are run by the lines of the README, below."""
     gpu = "_".join("0" * processes)
     code, out, err = torchrun(tmp_path, script, processes, f"--gpu={gpu}", *SMALL)
     assert code == 0, err
@@ -101,7 +101,7 @@ def test_saved_file_is_the_whole_model_and_as_good_as_was_printed(script: str, p
 
 
 def check_saved(script: str, file: Path, out: str, samples: int) -> None:
-    """The file alone is as good as the ranks have said at the end, and better than a guess."""
+    """Check that the file alone has the scores that the ranks reported at the end, and is better than a guess."""
     shown = re.findall(r"^step .*: test (.*)$", out, re.MULTILINE)
     [saved] = re.findall(rf"^saved {file.name}: test (.*)$", out, re.MULTILINE)
     assert told(saved) == told(shown[-1]), "who has saved it was told what the ranks have scored"
@@ -122,7 +122,7 @@ TENSOR = (
 @pytest.mark.needs_debian("dataset-fashion-mnist")
 @pytest.mark.parametrize("folder", ["ppl/nn", "ppl/restnet"])
 def test_line_of_the_readme_runs_in_its_folder(folder: str, tmp_path: Path) -> None:
-    """A master and two stages; ``--samples`` is the one thing that is added."""
+    """A master and two stages; only ``--samples`` is added to the line."""
     assert f"`{PIPELINE}`" in (EXAMPLES / "README.md").read_text()
     assert PIPELINE in str(load(f"{folder}/main.py").__doc__)
     out, own = run_line(f"{PIPELINE} --samples=600", folder, tmp_path)
@@ -149,7 +149,7 @@ def test_log_is_shown_when_torchrun_leaves_it_alone(tmp_path: Path) -> None:
 @pytest.mark.thorough
 @pytest.mark.needs_debian("dataset-fashion-mnist")
 def test_three_machines_each_start_one_process(tmp_path: Path) -> None:
-    """DeTrain's own command: ``--nnodes=3 --node_rank=k``. The master is on the first, and has the file."""
+    """DeTrain's own command: ``--nnodes=3 --node_rank=k``. The master is on the first machine and has the file."""
     port = free_ports(1)[0]
     nodes = []
     for rank in range(3):

@@ -23,7 +23,7 @@ LINE = "detrain-nb run fashion.toml"
 
 @pytest.fixture
 def places(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where jobs of these tests are, and what is known of them: a short path, as sockets are below it."""
+    """Folders for the jobs of these tests and their records; the path is short because sockets are below it."""
     base = tmp_path_factory.mktemp("job")
     for name, folder in (("XDG_STATE_HOME", "state"), ("XDG_CACHE_HOME", "cache"), ("DETRAIN_NB_RUNTIME_DIR", "run")):
         (base / folder).mkdir(mode=0o700)
@@ -49,7 +49,7 @@ def test_editors_find_the_schema_that_the_example_names() -> None:
 @pytest.mark.thorough
 @pytest.mark.timeout(200)
 def test_lines_of_the_readme_run_the_job_and_fetch_its_model(places: Path) -> None:
-    """As they are pasted, but for the number of steps, and on the digits, which are there on every machine."""
+    """The lines are used as written, but with fewer steps, and with the digits, which every machine has."""
     shutil.copytree(EXAMPLES / "jobs", places / "examples/jobs")
     spec = places / "examples/jobs/fashion.toml"
     spec.write_text(spec.read_text().replace("/usr/share/datasets/fashion-mnist", str(places / "nothing")))
