@@ -1,4 +1,4 @@
-"""What only a GPU can show: devices and NCCL; a rank that uses CUDA at all shows that nothing did before the fork."""
+"""What only a GPU can show: devices and NCCL. A rank that can use CUDA shows that nothing used it before the fork."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_stop_of_a_gpu_loop_keeps_variables() -> None:
 
 
 def test_collective_on_gloo_alone_counts_as_one_with_others() -> None:
-    """In a group that has NCCL too: such a cell is not run again on one rank alone."""
+    """Even in a group that also has NCCL, such a cell is not replayed on one rank alone."""
     with Session.start(1, device="cuda") as session:
         session.run_cell("alone = 1")
         session.run_cell("c = torch.ones(1); dist.all_reduce(c)")
@@ -87,7 +87,7 @@ fill()
 )
 def test_hung_nccl_collective_is_stopped_and_the_next_one_works(wrapper: str) -> None:
     with Session.start(2, device="cuda") as session:
-        on_gloo = "for _ in range(9): dist.all_reduce(torch.ones(1))"  # its numbers are not NCCL's
+        on_gloo = "for _ in range(9): dist.all_reduce(torch.ones(1))"  # gloo numbers its collectives apart from NCCL
         session.run_cell(
             f"alive = {wrapper}\nkept = rank\nt = torch.ones(1, device=device)\ndist.all_reduce(t)\n{on_gloo}"
         )

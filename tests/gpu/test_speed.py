@@ -1,4 +1,4 @@
-"""The doctor measures the GPUs that ranks would have, all at once."""
+"""The doctor measures the GPUs that ranks would use, all at the same time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models of the zoo on GPUs, in every layout: each rank has its own, or they share one over gloo."""
+"""Models of the zoo on GPUs, in every layout: each rank has its own GPU, or the ranks share one over gloo."""
 
 from __future__ import annotations
 
