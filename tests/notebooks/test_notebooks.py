@@ -1,7 +1,7 @@
-"""The guided tour: every notebook runs under nbval, its outputs as they are stored.
+"""The guided tour: every notebook runs under nbval, and its output equals the stored output.
 
-To store them anew: ``DETRAIN_NB_OUTPUT=final detrain-nb run notebooks/NAME.ipynb --output notebooks/NAME.ipynb``.
-What is stored of a live view is its plain form: remove the widget beside it.
+To store new output: ``DETRAIN_NB_OUTPUT=final detrain-nb run notebooks/NAME.ipynb --output notebooks/NAME.ipynb``.
+A live view is stored in its plain form: remove the widget next to it.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ TOUR = {
 }
 FASHION = ["dataset-fashion-mnist"]
 WITH_IMAGES = ["01_quickstart", "04_pipeline_parallel", "05_tensor_and_fsdp", "06_pipeline_and_jobs"]
-# What Debian must bring for the outputs that are stored.
+# Debian packages that the stored output requires.
 PACKAGES = dict.fromkeys([f"{name}.ipynb" for name in WITH_IMAGES], FASHION)
 WITH_HOSTS = {"03_remote_nodes.ipynb"}
-# What 03 writes, and removes at its end: it would say that it writes over what a kernel left that was killed.
+# Files that 03 writes and removes at its end. If a killed kernel left them, 03 would print that it overwrites them.
 WRITTEN = ["remote_model.py", "words.txt"]
 MAX_PATTERNS = 7
 MAX_LINES = 14
 MAX_ERROR_LINES = 6
 LIMIT_S = 600
 WIDGET = "application/vnd.jupyter.widget-view+json"
-# What keeps nbval from comparing a cell's outputs: tags, and comments in the cell.
+# Tags, and comments in a cell, that keep nbval from comparing its output.
 IGNORED = re.compile(r"(?:nbval|pytest-validate)-(?:ignore-output|skip)|skip-execution")
 
 
@@ -52,7 +52,7 @@ def _code_cells(path: Path) -> list[Any]:
     return [cell for cell in nbformat.read(path, as_version=4).cells if cell.cell_type == "code"]
 
 
-# ---- what is written in them
+# ---- the source of the notebooks
 
 
 @pytest.fixture(params=TOUR)
@@ -103,7 +103,7 @@ def test_few_patterns_replace_what_differs_and_each_is_used() -> None:
 
 
 def test_saved_views_are_plain_and_need_no_kernel(notebook: Path) -> None:
-    """JupyterLab shows an error in the place of a widget that no kernel has."""
+    """JupyterLab shows an error in place of a widget without a kernel."""
     assert "widgets" not in nbformat.read(notebook, as_version=4).metadata
     for cell in _code_cells(notebook):
         assert not any(WIDGET in output.get("data", {}) for output in cell.outputs), cell.source
@@ -166,12 +166,12 @@ def test_every_target_is_shown_in_the_notebook_and_in_the_readme() -> None:
     assert [name for name in TARGETS if f'show("{name}"' not in shown or f"`{name}`" not in readme] == []
 
 
-# ---- what they do
+# ---- running the notebooks
 
 
 @pytest.fixture
 def env(tmp_path: Path) -> Iterator[dict[str, str]]:
-    """An environment in which ranks have the CPU; nothing that was started in it is left when the test is over."""
+    """An environment in which ranks use the CPU; everything that was started in it has exited after the test."""
     runtime = tmp_path / "run"
     runtime.mkdir(mode=0o700)
     left_out = {"PYTEST_ADDOPTS", "JPY_SESSION_NAME"}
@@ -193,7 +193,7 @@ def _processes_with(name: str, value: str) -> list[psutil.Process]:
 
 
 def _run_nbval(notebook: Path, env: dict[str, str]) -> subprocess.CompletedProcess[str]:
-    """Run nbval as its own pytest: here its plugin is off, and warnings of what it imports are not ours."""
+    """Run nbval in a pytest of its own: its plugin is off in this one, and warnings of its imports are not ours."""
     options = ["-p", "nbval", "--nbval", "--nbval-current-env", f"--nbval-sanitize-with={SANITIZE}", "--color=no"]
     settings = [f"--rootdir={notebook.parent}", "-c", os.devnull, f"--timeout={LIMIT_S}", "-p", "no:cacheprovider"]
     return subprocess.run(
@@ -249,7 +249,7 @@ def test_other_output_is_found_and_the_killed_kernel_leaves_no_rank(tmp_path: Pa
 def test_what_comes_from_the_examples_runs_on_hosts_too(
     name: str, env: dict[str, str], make_testbed: MakeTestbed, tmp_path: Path
 ) -> None:
-    """With the line that the notebook names before each cell that starts ranks; the hosts share a folder."""
+    """The notebook names the line to use on hosts before each cell that starts ranks; the hosts share a folder."""
     shared = tmp_path / "shared"
     shared.mkdir()
     nodes = tmp_path / "nodes.toml"
