@@ -1,4 +1,4 @@
-"""A plan as plain JSON: what is read back is what was written, and what no plan can be is refused in words."""
+"""A plan as plain JSON: reading it gives the plan that was written, and an invalid plan is refused with a reason."""
 
 from __future__ import annotations
 
@@ -176,7 +176,7 @@ JSON = st.recursive(
 
 @given(st.data())
 def test_whatever_stands_somewhere_is_read_or_refused(data: st.DataObject) -> None:
-    """Nothing but a SpecError comes out of it, and what is taken can be written again."""
+    """Only a SpecError is raised, and an accepted plan can be written again."""
     plan: Any = copy.deepcopy(WHOLE.to_dict())
     place = plan
     while True:

@@ -1,4 +1,4 @@
-"""Which addresses and names git is given, and which it never sees."""
+"""The URLs and refs that git is given, and those that never reach it."""
 
 from __future__ import annotations
 

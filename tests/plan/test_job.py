@@ -1,4 +1,4 @@
-"""What a job's script reads of its spec: as it was written, with the command line's words, on an old Python."""
+"""A job's script reads its spec: as it was written, with overrides of the command line, on an old Python."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ FULL = JobSpec(
     checkpoint=JobCheckpoint("runs", interval=5, keep=None),
     artifacts=("*.pt",),
 )
-# It says which version runs, and reads what the file says with the last words of the command line.
+# Prints the Python version, and the spec with the command line's overrides.
 SCRIPT = """
 import sys
 sys.path.insert(0, sys.argv.pop(1))
@@ -57,7 +57,7 @@ print(sorted({name.partition(".")[0] for name in sys.modules} & {"pydantic", "to
 
 @pytest.fixture
 def spec_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The file of FULL, named by the environment."""
+    """The file of FULL, to which the environment variable points."""
     path = tmp_path / "spec.json"
     path.write_text(FULL.to_json(), encoding="utf-8")
     monkeypatch.setenv(JOB_SPEC_VARIABLE, str(path))
@@ -65,7 +65,7 @@ def spec_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def _find_pythons() -> list[str]:
-    """This one, and the oldest that a node may have, where pyenv has it: a shim on PATH may lead nowhere."""
+    """Return this Python, and the oldest version for nodes if pyenv has it; a shim on PATH may not be active."""
     versions = Path(os.environ.get("PYENV_ROOT", "~/.pyenv")).expanduser() / "versions"
     return [sys.executable, *(str(each) for each in sorted(versions.glob("3.10.*/bin/python3.10"))[:1])]
 
@@ -239,7 +239,7 @@ def test_fields_of_a_job_are_those_of_the_spec_with_its_defaults(job: type[Any],
     defaults = {each.name: each.default for each in fields(job)}
     assert list(defaults) == list(spec.model_fields)
     for name, field in spec.model_fields.items():
-        if not field.is_required() and (job, name) != (JobParallelism, "dp_shard"):  # which has what is left there
+        if not field.is_required() and (job, name) != (JobParallelism, "dp_shard"):  # by default the remaining ranks
             assert defaults[name] == field.default, name
 
 

@@ -1,4 +1,4 @@
-"""Axes of a mesh: sizes that fit, and those that do not; every rank where torch has it."""
+"""Axes of a mesh: sizes that fit the world size, sizes that do not, and each rank's place, as torch has it."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_sizes_that_do_not_fit_are_told(sizes: dict[str, int], world_size: int, 
 
 @st.composite
 def meshes(draw: st.DrawFn) -> tuple[dict[str, int], dict[str, int], int]:
-    """Sizes as they may be asked for, what they are, and of how many ranks."""
+    """Draw requested sizes, the resolved sizes, and the world size."""
     names = draw(st.lists(st.sampled_from(AXES), unique=True, min_size=1))
     sizes = {name: draw(st.integers(1, 5)) for name in names}
     open_axis = draw(st.sampled_from([None, *names]))
@@ -66,7 +66,7 @@ def meshes(draw: st.DrawFn) -> tuple[dict[str, int], dict[str, int], int]:
 
 @given(meshes())
 def test_every_rank_is_where_device_mesh_has_it(drawn: tuple[dict[str, int], dict[str, int], int]) -> None:
-    """DeviceMesh lays the ranks out as `arange(world).view(sizes)`; tests/parallel has a real one."""
+    """DeviceMesh arranges the ranks as `arange(world).view(sizes)`; tests/parallel compares with a real one."""
     asked, sizes, world_size = drawn
     mesh = Mesh(resolve_axes(asked, world_size))
     assert {axis: size for axis, size in mesh.axes.items() if axis in sizes} == sizes

@@ -1,4 +1,4 @@
-"""What a plan looks like, as text and as HTML."""
+"""A plan shown as text and as HTML."""
 
 from __future__ import annotations
 

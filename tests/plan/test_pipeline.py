@@ -1,4 +1,4 @@
-"""The plan of a pipeline: what each rank has, and numbers that do not fit, told with what to change."""
+"""The plan of a pipeline: the stages of each rank, and errors for numbers that do not fit, with the change to make."""
 
 from __future__ import annotations
 

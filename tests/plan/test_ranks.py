@@ -1,4 +1,4 @@
-"""Ranks as users write them, and how many fit."""
+"""Ranks as users write them, and checks of their number."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A text that is no script for anybody costs whoever checks it neither its process nor its memory."""
+"""Text that is not a valid script crashes no process that checks it, and does not exhaust its memory."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from detrain_nb.spec import PipelineSpec
 for text in "[x " + "for x in y " * 80_000 + "]", "-" * 1_900_000 + "1":
     print(*PipelineSpec.from_dict({"name": "deep", "source": {"script_text": text}}).check())
 """
-TOO_DEEP = "source.script_text: the text: is not Python"  # that can be parsed, where Python crashes
+TOO_DEEP = "source.script_text: the text: is not Python"  # such text crashes Python's own parser
 
 
 @pytest.mark.timeout(120)

@@ -1,4 +1,4 @@
-"""What Akash says of leases, as nodes: every odd one is a SpecError with its place."""
+"""Akash's data about leases, read as nodes: every invalid part is a SpecError that names its place."""
 
 from __future__ import annotations
 

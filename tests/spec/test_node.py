@@ -1,4 +1,4 @@
-"""Nodes: what is refused, and that the error says which field and what to give."""
+"""Nodes: invalid ones are refused, and the error names the field and a valid value."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def test_no_error_repeats_a_secret(fields: dict[str, Any]) -> None:
     with pytest.raises(SpecError) as caught:
         Node(**{"host": "gpu1", **fields})
     assert "s3cret" not in str(caught.value)
-    assert caught.value.__suppress_context__  # a traceback does not show pydantic's own error
+    assert caught.value.__suppress_context__  # a traceback must not show pydantic's own error
 
 
 def test_long_value_is_cut() -> None:

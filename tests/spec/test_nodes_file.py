@@ -1,4 +1,4 @@
-"""Nodes files and the nodes of a command line: what is written is read again, and every error says where."""
+"""Nodes files, and the nodes of a command line: written nodes can be read again, and every error names its place."""
 
 from __future__ import annotations
 
@@ -171,7 +171,7 @@ def test_file_is_looked_at_in_time_by_its_length(unit: str, tmp_path: Path) -> N
     began = time.thread_time()
     with pytest.raises(SpecError):
         read_nodes(path)
-    assert time.thread_time() - began < 10  # what took time by the square would take hours
+    assert time.thread_time() - began < 10  # a quadratic parser would take hours
 
 
 def test_file_that_is_missing_a_folder_or_too_large_is_refused(tmp_path: Path) -> None:
@@ -324,7 +324,7 @@ def test_file_keeps_its_mode_and_a_link_its_target(tmp_path: Path) -> None:
 
 
 def test_what_stood_there_is_kept_beside_it_and_not_written_through_a_link(tmp_path: Path) -> None:
-    """A repository brings such a link, and the text: it could be that of a login file."""
+    """A repository may contain both the link and the text: the link could lead to a login script."""
     path = _write(tmp_path / "nodes.toml", "# mine\n[[nodes]]\nhost = 'gpu1'\n")
     path.chmod(0o600)
     login, before = _write(tmp_path / "login", "mine"), tmp_path / "nodes.toml.before"

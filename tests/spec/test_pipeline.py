@@ -1,4 +1,4 @@
-"""Specs of pipelines: what is refused, with the field and what to give; and that a document holds all of one."""
+"""Specs of pipelines: errors name the field and a valid value, and a document contains the whole spec."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def test_what_cannot_be_is_refused_in_one_line_with_its_field(case: str) -> None
         _spec(**fields)
     (line,) = str(caught.value).splitlines()
     assert line.startswith(start)
-    assert caught.value.__suppress_context__  # a traceback does not show pydantic's own error
+    assert caught.value.__suppress_context__  # a traceback must not show pydantic's own error
 
 
 def test_every_fault_has_its_line_and_its_field() -> None:
@@ -372,7 +372,7 @@ def test_what_is_wrong_with_a_source_is_found_without_a_node(
 
 @pytest.mark.timeout(20)
 def test_script_that_is_a_link_to_a_file_without_an_end_holds_up_no_form(tmp_path: Path) -> None:
-    endless = Path("/proc/kmsg")  # a repository can have a link to it
+    endless = Path("/proc/kmsg")  # a repository can contain a link to it
     try:
         endless.open("rb").close()
     except OSError:
@@ -381,7 +381,7 @@ def test_script_that_is_a_link_to_a_file_without_an_end_holds_up_no_form(tmp_pat
     (tmp_path / "nodes.toml").symlink_to(endless)
     spec = PipelineSpec.from_dict({"name": "x", "source": {"script": str(tmp_path / "train.py")}})
     assert {each.field for each in spec.check()} <= {"source.script", "source"}
-    for _ in range(2):  # the first may find words of the kernel, the second nothing
+    for _ in range(2):  # the first call may read kernel messages, the second none
         with pytest.raises(SpecError, match="nodes"):
             read_nodes(tmp_path / "nodes.toml")
 
@@ -438,7 +438,7 @@ def test_script_that_may_read_its_fields_is_not_complained_of(tmp_path: Path) ->
 
 def test_what_may_be_a_signature_is_told_of() -> None:
     fields = {"data": {"url": "https://host/d?sig=1"}, "checkpoint": {"url": "s3://bucket/c"}}
-    fields["model"] = {"url": "abfs://container@account.dfs.core.windows.net/model"}  # a user there is no password
+    fields["model"] = {"url": "abfs://container@account.dfs.core.windows.net/model"}  # its user is no password
     (finding,) = _spec(**fields).check()
     assert str(finding) == (
         "warning: data.url: the part after ? is stored with the job and sent to all nodes: leave keys and "
@@ -476,7 +476,7 @@ def test_words_of_a_command_line_win_over_the_spec() -> None:
         "checkpoint": {"url": "c", "keep": "all"},
         "env": {"A": "1"},
     }
-    assert spec.training.epochs == 3  # it is frozen
+    assert spec.training.epochs == 3  # the original is frozen
     assert spec.with_overrides({"source.module": "a.b"}).source == Source(module="a.b")
     assert spec.with_overrides({}) is spec
 
@@ -593,7 +593,7 @@ def test_every_format_holds_every_spec(data: dict[str, Any], suffix: str) -> Non
     spec = PipelineSpec.from_dict(data)
     assert PipelineSpec.from_dict(parse_document(format_document(spec.to_dict(), suffix), suffix)) == spec
     assert PipelineSpec.from_dict(parse_document(str(spec), ".yaml")) == spec
-    SCHEMA.validate(data)  # no editor marks what is right
+    SCHEMA.validate(data)  # editors must not mark a valid document
 
 
 def test_schema_takes_what_the_models_take_and_no_unknown_field() -> None:
