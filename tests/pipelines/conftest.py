@@ -13,7 +13,7 @@ from detrain_nb.pipelines import MyPipelines
 
 @pytest.fixture
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Where the notebook is; what is kept of the user is beside it. Sockets need a short path."""
+    """The folder of the notebook; the user's state is next to it. Sockets need a short path."""
     with tempfile.TemporaryDirectory(prefix="dtp") as base:
         for name in ("XDG_STATE_HOME", "XDG_CACHE_HOME", "DETRAIN_NB_RUNTIME_DIR"):
             folder = Path(base, name.lower())

@@ -1,4 +1,4 @@
-"""The form of a pipeline: nothing that is typed is lost, the spec decides what is right, and its code says the same."""
+"""The form of a pipeline: no typed text is lost, the spec decides what is valid, and the generated code is the same."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ def test_warning_of_a_check_names_the_node_by_its_place() -> None:
 
 @pytest.mark.timeout(30)
 def test_what_is_found_of_thousands_of_nodes_has_their_places() -> None:
-    """A file of a repository may have them; looking for each among all took minutes, at each edit."""
+    """A file of a repository may have them; searching all nodes for each finding took minutes, at each edit."""
     names = ["gpu.1", "gpu", *(f"h{number}" for number in range(20_000))]
     fields = [*(f"nodes.{name}.ranks" for name in reversed(names)), "nodes.gpu.env.HOME", "nodes.x.ranks", "training"]
     found = number_nodes([Finding(field, "") for field in fields], names)
@@ -324,7 +324,7 @@ _TYPED = st.one_of(
 
 
 class Edits(RuleBasedStateMachine):
-    """Any sequence of edits: what was typed last into a field stands there, and the spec is one."""
+    """Any sequence of edits: each field keeps the last text typed into it, and spec, document and file agree."""
 
     @initialize(data=st.sampled_from([{}, RIGHT, WHOLE]))
     def begin(self, data: dict[str, Any]) -> None:
@@ -340,7 +340,7 @@ class Edits(RuleBasedStateMachine):
 
     @rule(path=st.sampled_from(_PATHS), typed=_TYPED, keep=st.sampled_from(["mine", "theirs"]))
     def edit_elsewhere(self, path: str, typed: str | bool, keep: str) -> None:
-        """In another tab, that has seen nothing since the form was made."""
+        """Edit in another tab that has seen no edit since the form was created."""
         key = self.form.key_path(path)
         there = self.form.typed(path)
         if self.form.edit(path, typed, revision=1, editor="tab"):
@@ -381,7 +381,7 @@ class Edits(RuleBasedStateMachine):
         try:
             text = format_document(self.form.document, ".toml")
         except DetrainError:
-            return  # what no file can hold
+            return  # no file can contain it
         again = SpecForm(parse_document(text, ".toml"))
         if not self.form.errors:
             assert again.spec == self.form.spec
@@ -403,7 +403,7 @@ def test_whatever_is_typed_makes_a_document_of_plain_json(typed: dict[str, Any])
     assert all(isinstance(path, str) and said for path, said in form.errors.items())
 
 
-# ---- what it makes
+# ---- the generated code
 
 
 @pytest.mark.parametrize("data", [RIGHT, WHOLE, dict(EXAMPLES[0].data)], ids=lambda each: each["name"])
@@ -428,7 +428,7 @@ def test_code_says_any_script_as_it_is(script: str) -> None:
     assert built["spec"] == spec
 
 
-@pytest.mark.timeout(240)  # on a machine that has others to run
+@pytest.mark.timeout(240)  # the machine may be busy
 def test_code_submits_the_pipeline(home: Path) -> None:
     form = SpecForm({**RIGHT, "nodes": [{"host": "localhost", "devices": "cpu", "ranks": 1}]})
     code = f"{form.to_code()}\njob.wait(120).check()\nprint([line.text for line in job.logs().lines])\njob.remove()"
@@ -490,7 +490,7 @@ def test_export_is_of_one_format_and_an_error_says_which_option_it_is_about() ->
 
 
 def test_review_names_fields_that_look_like_something_else(home: Path) -> None:
-    """What came with a repository may turn the writing, so that another command stands there than is run."""
+    """Text from a repository may reverse the writing direction, and so show another command than the one that runs."""
     plain = {"script_text": "if 1:\n\tprint('ä')", "setup": ["pip install torch"]}
     turned = {"script_text": "print('\u202eran')", "setup": ["true \u2066# install", "pip install\u200b torch"]}
     fields = {**RIGHT, "nodes": [{"host": "localhost", "devices": "cpu", "ranks": 1}]}

@@ -1,4 +1,4 @@
-"""My Pipelines: files beside a notebook are listed, opened, saved, run and thrown away, and nothing of them is lost."""
+"""My Pipelines: files next to a notebook are listed, opened, saved, run and deleted, without any loss."""
 
 from __future__ import annotations
 
@@ -93,14 +93,14 @@ def test_last_job_is_told_from_the_record(mine: MyPipelines) -> None:
         "ill": ("bad", "failed, exit 3", 2),
         "runs": ("run", "running 75 %", 2),
         "silent": ("lost", "unknown", 2),
-        "begun": ("ok", "succeeded", 2),  # as `Record.get`: what did not start stands behind what did
+        "begun": ("ok", "succeeded", 2),  # like `Record.get`: jobs that did not start come last
     }
     assert told["well"] is not None and told["well"].detail.endswith("in 58 s")
     assert names_of(mine, "failed") == ["ill"]
 
 
 def test_job_is_of_the_file_that_it_was_submitted_from(mine: MyPipelines, home: Path) -> None:
-    """Not of one of its name in another folder. An earlier release has noted no file."""
+    """A job of the same name from another folder does not count. Earlier releases recorded no file."""
     (home / "another").mkdir()
     other = MyPipelines(home / "another/pipelines")
     for each in (mine, other):
@@ -110,11 +110,11 @@ def test_job_is_of_the_file_that_it_was_submitted_from(mine: MyPipelines, home: 
     assert [job_of(each, "train") for each in (mine, other)] == ["train-1"] * 2, "it may be of both"
     fresh = other.create({**DATA, "name": "train-2"})
     record.add("train-2-1", name="train-2", nodes="[]", spec="{}", state="ended", file=None)
-    while fresh.path.stat().st_ctime <= record.get("train-2").submitted_at:  # files have a clock of their own
+    while fresh.path.stat().st_ctime <= record.get("train-2").submitted_at:  # file times come from a different clock
         os.utime(fresh.path)
     assert job_of(other, "train-2") is None
     record.add("train-3", name="train", nodes="[]", spec="{}", state="ended", file=os.fsencode(mine.find("train")))
-    record.add("train-4", name="train", nodes="[]", spec="{}", state="ended")  # of a spec that is in no file
+    record.add("train-4", name="train", nodes="[]", spec="{}", state="ended")  # its spec is in no file
     assert [job_of(each, "train") for each in (mine, other)] == ["train-3", "train-1"]
 
 
@@ -159,7 +159,7 @@ def test_links_are_not_followed(mine: MyPipelines, tmp_path: Path) -> None:
 def test_file_changed_by_others_is_not_written_over(mine: MyPipelines) -> None:
     opened = mine.create({**DATA, "name": "train"})
     assert opened.spec is not None
-    other = MyPipelines().open("train")  # another notebook
+    other = MyPipelines().open("train")  # as another notebook has it
     assert other.spec is not None
     mine.save(opened, opened.spec.with_overrides({"training.steps": 5, "env.TOKEN": "secret-there"}))
     wanted = other.spec.with_overrides({"training.steps": 6, "env.TOKEN": "secret-here"})
@@ -344,7 +344,7 @@ def test_list_of_recent_files_that_others_can_write_is_not_believed(mine: MyPipe
 
 
 def test_pipelines_are_listed_while_others_list_them(mine: MyPipelines) -> None:
-    """As a view does, which asks after their jobs beside its pages."""
+    """A view does this: it queries the jobs in a thread next to its pages."""
     mine.folder.mkdir()
     for number in range(400):
         (mine.folder / f"old{number}.toml").write_text("name = 'n'")
@@ -354,7 +354,7 @@ def test_pipelines_are_listed_while_others_list_them(mine: MyPipelines) -> None:
         try:
             while not is_over.is_set():
                 mine.ask_after_jobs()
-        except Exception as exc:  # noqa: BLE001  looked at below
+        except Exception as exc:  # noqa: BLE001  asserted below
             raised.append(exc)
 
     before = sys.getswitchinterval()
@@ -388,7 +388,7 @@ def test_entries_are_read_again_only_after_a_change(mine: MyPipelines) -> None:
 
 
 def test_files_that_take_long_to_read_do_not_hold_the_list(mine: MyPipelines, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As those of a repository may: many tables in tables take seconds to read, and a thousand of them an hour."""
+    """A repository may contain such files: deeply nested tables take seconds to read, and a thousand files an hour."""
     monkeypatch.setattr(my_pipelines, "_READING_S", 0.1)
     mine.create({**DATA, "name": "a"})
     for number in range(3):
@@ -410,7 +410,7 @@ def test_pipeline_that_has_changed_since_it_was_seen_is_not_started(mine: MyPipe
     assert mine.run("train", as_read=mine.open("train"), dry_run=True)
 
 
-@pytest.mark.timeout(300)  # for two jobs, on a machine that has others to run
+@pytest.mark.timeout(300)  # for two jobs; the machine may be busy
 def test_pipeline_runs_again_with_the_same_spec(mine: MyPipelines) -> None:
     here = [{"host": "localhost", "devices": "cpu", "ranks": 1}]
     mine.create({**DATA, "name": "train", "nodes": here})
@@ -462,7 +462,7 @@ def test_spec_in_plain_python_is_saved_as_it_is(mine: MyPipelines) -> None:
 def test_file_that_another_process_writes_right_now_is_left_to_it(mine: MyPipelines) -> None:
     opened = mine.create({**DATA, "name": "train"})
     with (
-        spec_file._saving(opened.path),  # as the other one does
+        spec_file._saving(opened.path),  # as another process does
         pytest.raises(Conflict, match="is being written by another process right now: save it again"),
     ):
         mine.save(opened, {**DATA, "name": "train", "description": "mine"})
@@ -472,13 +472,13 @@ def test_file_that_another_process_writes_right_now_is_left_to_it(mine: MyPipeli
 def test_odd_files_are_listed_with_what_is_wrong_with_them(mine: MyPipelines) -> None:
     mine.create({**DATA, "name": "here"})
     (mine.folder / "folder.toml").mkdir()
-    os.mkfifo(mine.folder / "pipe.toml")  # nobody writes into it
+    os.mkfifo(mine.folder / "pipe.toml")  # no process writes to it
     (mine.folder / "large.toml").write_text("# " + "x" * 1_000_001)
     (mine.folder / "latin.toml").write_bytes(b'name = "\xe9"')
     (mine.folder / "deep.toml").write_text("a = " + "[" * 3000 + "]" * 3000)
     (mine.folder / "\x1b[31m\n.toml").write_text('name = "\\u001b[31mred"')
     (mine.folder / "\x1b[2Jnameless.toml").write_text("")
-    (mine.folder / "\udcff.toml").write_text("")  # its name is no UTF-8
+    (mine.folder / "\udcff.toml").write_text("")  # its name is not UTF-8
     found = mine.entries()
     faults = {each.name: each.fault for each in found}
     assert {r"\x1b[2Jnameless", r"\udcff"} < faults.keys()
