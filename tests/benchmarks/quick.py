@@ -1,4 +1,4 @@
-"""A quick run of a benchmark, to its end: what every one of them has to show, whatever it measures."""
+"""Run a benchmark quickly to its end, and check what every benchmark must show, whatever it measures."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
 
 
 def run_quickly(name: str, tmp_path: Path, *options: str, limit_s: float) -> dict[str, Any]:
-    """Return the report of ``benchmarks/{name}.py --quick``, which has shown each row and left nothing behind."""
+    """Return the report of ``benchmarks/{name}.py --quick``; its rows are complete, and the run left nothing behind."""
     results, scratch = tmp_path / "results", tmp_path / "scratch"
     scratch.mkdir()
     with subprocess.Popen(
@@ -29,7 +29,7 @@ def run_quickly(name: str, tmp_path: Path, *options: str, limit_s: float) -> dic
         try:
             table, errors = run.communicate(timeout=limit_s)
         finally:
-            run.terminate()  # where it still runs: it ends what it has started
+            run.terminate()  # if it is still running, it stops what it has started
     assert run.returncode == 0, errors
     (path,) = results.iterdir()
     assert path.name.startswith("" if name == "session" else f"{name}-")
@@ -42,7 +42,7 @@ def run_quickly(name: str, tmp_path: Path, *options: str, limit_s: float) -> dic
 
 
 def check_nothing_is_left(scratch: Path) -> None:
-    """Neither files nor processes of a run that has ended; one that was killed takes a moment to go."""
+    """Check that a finished run left no files or processes; a killed process takes a moment to exit."""
     _, left = psutil.wait_procs(processes_with(scratch), timeout=30)
     assert not left, "the run left processes behind"
     assert not list(scratch.iterdir()), "the run left files behind"
@@ -53,7 +53,7 @@ def rows_of(report: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def processes_with(scratch: Path) -> list[psutil.Process]:
-    """Those whose folder for temporary files is in ``scratch``: all that the run started."""
+    """Return the processes whose folder for temporary files is in ``scratch``: all that the run has started."""
     found = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):

@@ -1,4 +1,4 @@
-"""The benchmark of faults runs to its last row, and the ranks survive; what it measures here means nothing."""
+"""The benchmark of faults runs to its last row, and the ranks survive; its figures here mean nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The checks for a GPU machine, run on the CPU: one that fails, hangs or dies is recorded, and stops no other."""
+"""The checks for a GPU machine, run on the CPU: a check that fails, hangs or dies is recorded and stops no other."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "gpu.py"
 
 
 def run_checks(tmp_path: Path, *options: str, limit_s: float) -> tuple[int, str, dict[str, Any]]:
-    """The status of the script, its table, and its report."""
+    """Return the exit status of the script, its table and its report."""
     results, scratch = tmp_path / "results", tmp_path / "scratch"
     scratch.mkdir()
     ended = subprocess.run(

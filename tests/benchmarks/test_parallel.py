@@ -1,4 +1,4 @@
-"""The benchmark of models over ranks runs to its last row, and losses agree; what it measures here means nothing."""
+"""The benchmark of models over ranks runs to its last row, and losses agree; its figures here mean nothing."""
 
 from __future__ import annotations
 

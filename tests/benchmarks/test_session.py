@@ -1,4 +1,4 @@
-"""The benchmark runs, from the first row to the last; what it measures here means nothing."""
+"""The benchmark of a session runs from the first row to the last; its figures here mean nothing."""
 
 from __future__ import annotations
 
