@@ -1,4 +1,4 @@
-"""What every benchmark does: toolkits take turns, what they left is ended, a table and a file come out."""
+"""What all benchmarks share: toolkits take turns, leftover processes are stopped, a table and a file are written."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ _RESULTS = Path(__file__).parent / "results"
 
 
 class Benchmark(Generic[SizesT]):
-    """One run: what was measured, on which toolkits, and how busy the machine was."""
+    """One run: the samples, the toolkits measured, and the load of the machine."""
 
-    name: ClassVar[str] = ""  # before the date, in the name of its files
+    name: ClassVar[str] = ""  # prefix of the file names, before the date
     peers: ClassVar[Sequence[Toolkit]] = PEERS
 
     def __init__(self, sizes: SizesT, folder: Path, *, with_peers: bool) -> None:
@@ -44,7 +44,7 @@ class Benchmark(Generic[SizesT]):
         raise NotImplementedError
 
     def _take_turns(self, turn: int, measure: Callable[[Toolkit, int], None], *, with_peers: bool = True) -> None:
-        """Each toolkit once. A peer that fails is left out from then on; whatever else fails ends the run."""
+        """Measure each toolkit once. A peer that fails is left out from then on; any other failure ends the run."""
         for kit in (DETRAIN_NB, *(self.peers if with_peers else ())):
             if kit.name in self.absent:
                 continue
@@ -56,7 +56,7 @@ class Benchmark(Generic[SizesT]):
                 self.absent[kit.name] = f"failed in round {turn}: {exc}"
 
     def _begin(self, part: str) -> Path:
-        """Note the load; returns the folder of this part, which is not there yet."""
+        """Record the load; returns the folder of this part, which does not exist yet."""
         self.load[part] = _load_average()[0]
         print(f"{time.strftime('%H:%M:%S')}  {part}", file=sys.stderr, flush=True)
         return self._folder / part.replace(" ", "-").replace(":", "")
@@ -68,7 +68,7 @@ class Benchmark(Generic[SizesT]):
             yield kernel
         finally:
             kernel.close()
-            end_descendants()  # a toolkit that failed may have left its ranks
+            end_descendants()  # a toolkit that failed may have left its ranks running
 
 
 def run_benchmark(
@@ -108,16 +108,16 @@ def run_benchmark(
 
 
 def _run_alone(benchmark_class: type[Benchmark[SizesT]], sizes: SizesT, *, with_peers: bool) -> Benchmark[SizesT]:
-    """Run it in a folder that goes with it, without GPUs; every process that it started ends with it."""
+    """Run in a temporary folder, without GPUs; every process that was started is stopped afterwards."""
     adopt_orphans()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended"))  # so that everything started is ended too
-    # started in the background by a shell, kernels and ranks would ignore the stop button as well
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended"))  # everything that was started is then stopped, too
+    # in a shell's background, kernels and ranks would ignore the stop button, too
     signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         with tempfile.TemporaryDirectory(prefix="detrain_nb-bench-") as folder:
-            # what torchrun and the toolkits leave among temporary files goes with this folder
+            # temporary files of torchrun and the toolkits are deleted with this folder
             os.environ["TMPDIR"] = tempfile.tempdir = folder
-            os.environ["CUDA_VISIBLE_DEVICES"] = ""  # ranks are on the CPU, everybody's
+            os.environ["CUDA_VISIBLE_DEVICES"] = ""  # all toolkits run their ranks on the CPU
             os.environ["DETRAIN_NB_RUNTIME_DIR"] = str(Path(folder, "run"))
             benchmark = benchmark_class(sizes, Path(folder), with_peers=with_peers)
             benchmark.run()

@@ -1,4 +1,4 @@
-"""What is measured of a session that meets faults, how much of it, and the goals."""
+"""The measurements of a session with faults, their sizes, and the goals."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ class Sizes:
     rounds: int = 5
     peer_rounds: int = 2
     ranks: int = 4
-    limit_s: float = 10.0  # what has not happened by then never happens
+    limit_s: float = 10.0  # an event that takes longer counts as never
     lines: int = 120
     line_gap_s: float = 0.05
-    busy: int = 500_000_000  # what a rank counts to, in C
+    busy: int = 500_000_000  # the number to which a rank counts, in C
 
 
 QUICK = Sizes(rounds=1, peer_rounds=1, ranks=2, lines=60, limit_s=40.0, busy=200_000_000)
@@ -25,7 +25,7 @@ QUICK = Sizes(rounds=1, peer_rounds=1, ranks=2, lines=60, limit_s=40.0, busy=200
 
 @dataclass(frozen=True)
 class Stop:
-    """A cell that never ends on at least one rank; ``before`` and ``after`` are cells around it."""
+    """A cell that hangs or computes on at least one rank; ``before`` and ``after`` are cells to run around it."""
 
     key: str
     title: str
@@ -35,7 +35,7 @@ class Stop:
     after: str = ""
 
 
-# The last rank does not come: it is busy elsewhere.
+# The last rank sleeps instead of joining the collective.
 HUNG = """
 import time
 if rank == {n} - 1:
@@ -43,7 +43,7 @@ if rank == {n} - 1:
 else:
     dist.all_reduce(torch.ones(1))
 """
-# The last rank computes in C, holds the GIL and looks at no signal; it comes back by itself.
+# The last rank computes in C, holds the GIL and handles no signal; it returns by itself.
 BUSY = HUNG.replace("time.sleep(600)", "sum(range({busy}))")
 _GOAL = Goal(1.0)
 STOPS = (
@@ -64,7 +64,7 @@ STOPS = (
 
 
 def list_measures(sizes: Sizes) -> list[Measure]:
-    """The rows of the table; with small sizes they have no goals."""
+    """Return the rows of the table; small sizes have no goals."""
     limit_s, yes = sizes.limit_s, Goal(1, is_more_better=True)
     measures = []
     for stop in STOPS:

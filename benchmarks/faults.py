@@ -1,10 +1,10 @@
-"""How fast a session gets over faults, side by side with peers: one table, and the raw figures in results/.
+"""How fast a session recovers from faults, side by side with peers: one table, and the raw figures in results/.
 
     python benchmarks/faults.py [--quick] [--no-peers] [--results FOLDER]
 
-Ranks are stopped where they hang, killed, and left by their kernel; real kernels are driven as a front end does it.
-Toolkits take turns, round by round, with only one of them running. What has not happened within some seconds never
-happens here. A toolkit that has not survived a fault is started anew for the next one.
+Ranks are stopped while they hang, killed, and orphaned by their kernel; real kernels are driven as a front end does it.
+Toolkits take turns, round by round, and only one runs at a time. An event that takes longer than some seconds counts
+as never. A toolkit that has not survived a fault is restarted for the next one.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ _PATIENCE_S = 60.0
 
 
 class FaultBenchmark(Benchmark[Sizes]):
-    """Stops, a death, a kernel that is gone, and a hang."""
+    """Stops, a rank's death, a killed kernel, and a hang."""
 
     name = "faults"
 
     def run(self) -> None:
-        """Measure everything. Peers have fewer rounds: they spend minutes waiting for what never happens."""
+        """Measure everything. Peers have fewer rounds: they spend minutes waiting for events that never occur."""
         for turn in range(1, self._sizes.rounds + 1):
             self._take_turns(turn, self._measure_faults, with_peers=turn <= self._sizes.peer_rounds)
 
     def _measure_faults(self, kit: Toolkit, turn: int) -> None:
         sizes = self._sizes
-        # a session looks at its ranks once a second: the fault comes at another moment between two looks each time
+        # a session checks its ranks once a second: vary when the fault occurs between two checks
         settle_s = 0.5 + (0.37 * turn) % 1
         folder = self._begin(f"round {turn}: {kit.name}")
         notebook = Notebook(kit, folder, ranks=sizes.ranks, limit_s=sizes.limit_s, settle_s=settle_s)
@@ -48,12 +48,12 @@ class FaultBenchmark(Benchmark[Sizes]):
                 self._measure_stop(notebook, stop)
             self._measure_death(notebook)
             self._measure_return(notebook)
-            self._measure_hang(notebook)  # last: the setting it needs is not the one that everything else has
+            self._measure_hang(notebook)  # last, because it needs a different setting
         finally:
             notebook.close()
 
     def _measure_stop(self, notebook: Notebook, stop: Stop) -> None:
-        """From pressing stop until the prompt is back."""
+        """Measure from pressing stop until the prompt is back."""
         if stop.before:
             notebook.run(stop.before)
         cell = notebook.begin(stop.code.replace("{busy}", str(self._sizes.busy)))
@@ -68,7 +68,7 @@ class FaultBenchmark(Benchmark[Sizes]):
             notebook.run(stop.after)
 
     def _measure_death(self, notebook: Notebook) -> None:
-        """From SIGKILL of a rank that the others wait for until their cell has ended, and the next one on all ranks."""
+        """Measure from SIGKILL of a rank that others wait for to the end of their cell, and to that of the next one."""
         killed = notebook.ranks - 1
         pid = notebook.pid_of(killed)
         cell = notebook.begin(HUNG)
@@ -81,10 +81,10 @@ class FaultBenchmark(Benchmark[Sizes]):
         self._add(notebook, "kill_s", cell.ended_at - killed_at if has_ended else NEVER)
         self._add(notebook, "kill_next_s", following.ended_at - killed_at if following else NEVER)
         self._add(notebook, "kill_survived", notebook.have_kept(range(killed)))
-        notebook.close()  # what is measured next needs every rank's variable
+        notebook.close()  # the next measurement needs every rank's variable
 
     def _measure_return(self, notebook: Notebook) -> None:
-        """The kernel is killed while a cell prints. From attach in the next one until the first missed line."""
+        """Kill the kernel while a cell prints; measure from attach in the next kernel until the first missed line."""
         kit, lines, gap_s = notebook.kit, self._sizes.lines, self._sizes.line_gap_s
         if not kit.attach:
             self._add(notebook, "attach_s", NO_SUCH_THING)
@@ -109,7 +109,7 @@ class FaultBenchmark(Benchmark[Sizes]):
             notebook.close()
 
     def _measure_hang(self, notebook: Notebook) -> None:
-        """From the moment when a rank hangs until its number stands below the cell that the others wait in."""
+        """Measure from the hang of a rank until its number appears in the output of the waiting cell."""
         if notebook.kit.name_hung:
             notebook.kernel.run(notebook.kit.name_hung)
         hung = notebook.ranks - 1
@@ -123,13 +123,13 @@ class FaultBenchmark(Benchmark[Sizes]):
 
 
 def _named_at(cell: Cell, rank: int) -> float:
-    """When the number of a rank first stood below the cell."""
+    """Return when the number of a rank first appeared in the cell's output."""
     name = re.compile(rf"\brank {rank}\b", re.IGNORECASE)
     return next((arrival.at for arrival in cell.arrivals if name.search(arrival.text)), NEVER)
 
 
 def _ticks(cell: Cell) -> dict[int, float]:
-    """The lines that have come, by their numbers, and when."""
+    """Return when each line arrived, by its number."""
     came_at: dict[int, float] = {}
     for text, at in cell.text_by_arrival():
         for number in re.findall(r"\btick (\d{4})\b", text):

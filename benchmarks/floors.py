@@ -1,4 +1,4 @@
-"""What a figure is held against where no peer is: the same ranks by torchrun, the same bytes over one socket."""
+"""Floors for figures without a peer: the same ranks started by torchrun, the same bytes over one socket."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _START_LIMIT_S = 180.0
 _END_LIMIT_S = 30.0
 _SOCKET_LIMIT_S = 60.0
 
-# One all_reduce; the time of its end goes to a file in the folder that is named.
+# One all_reduce; the time at which it finished is written to a file in the given folder.
 RANK = """
 import sys, time
 import torch
@@ -41,13 +41,13 @@ while sock.recv(1):
 
 
 def time_torchrun(ranks: int, *, program: str = RANK) -> float:
-    """Seconds from starting the ``torchrun`` command until the last of its ranks has done one all_reduce."""
+    """Return the seconds from starting ``torchrun`` until the last of its ranks has done one all_reduce."""
     with tempfile.TemporaryDirectory() as folder:
         ended, script, log_path = Path(folder, "ended"), Path(folder, "rank.py"), Path(folder, "log")
         ended.mkdir()
         script.write_text(program, encoding="utf-8")
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-        command.append("--local-addr=127.0.0.1")  # else it asks for this machine's name, which none may know
+        command.append("--local-addr=127.0.0.1")  # otherwise it uses this machine's name, which may not resolve
         with open(log_path, "wb") as log:
             started_at = time.time()
             torchrun = subprocess.Popen(
@@ -68,7 +68,7 @@ def time_torchrun(ranks: int, *, program: str = RANK) -> float:
 
 
 class OneSocket:
-    """A second process that sends ``size_bytes`` over one Unix socket whenever it is asked; close it."""
+    """A second process that sends ``size_bytes`` over one Unix socket on request; close it."""
 
     def __init__(self, size_bytes: int) -> None:
         self._size_bytes = size_bytes
@@ -84,7 +84,7 @@ class OneSocket:
             raise
 
     def time(self) -> float:
-        """Seconds from asking until all bytes lie in memory of this process."""
+        """Return the seconds from the request until all bytes are in this process's memory."""
         started = time.perf_counter()
         self._socket.sendall(b"g")
         rest = memoryview(bytearray(self._size_bytes))
@@ -96,7 +96,7 @@ class OneSocket:
         return time.perf_counter() - started
 
     def close(self) -> None:
-        self._socket.close()  # the sender reads the end, and ends
+        self._socket.close()  # the sender reads the end of the stream and exits
         try:
             self._sender.wait(_END_LIMIT_S)
         except subprocess.TimeoutExpired:
@@ -105,7 +105,7 @@ class OneSocket:
 
 
 def _end(started: subprocess.Popen[bytes]) -> None:
-    """End torchrun, if it still runs; it ends its ranks."""
+    """Stop torchrun, if it is still running; it stops its ranks."""
     if started.poll() is not None:
         return
     with contextlib.suppress(ProcessLookupError):

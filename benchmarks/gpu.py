@@ -1,18 +1,18 @@
-"""What only a GPU can show: checks, each in a process of its own with a deadline; one table, and one file in results/.
+"""Checks that only a GPU can make, each in its own process with a deadline; one table, and one file in results/.
 
     make test-gpu                                  # tests/gpu by pytest, then this
     python benchmarks/gpu.py                       # this alone, from a checkout in which nothing is installed
     python benchmarks/gpu.py --list                # the checks; --only NAME ... runs some of them
-    python benchmarks/gpu.py --device cpu          # what makes sense without a GPU: does the script itself work?
+    python benchmarks/gpu.py --device cpu          # checks that work without a GPU: does the script itself work?
 
 It needs Python 3.11, torch 2.9.1 or newer with CUDA, and for checks of a session IPython, numpy, pydantic, packaging,
-pathspec and fsspec. What is missing is named in the file, and the checks that need it are left out. Neither pytest nor
-paramiko is needed, no network, and nothing has to be installed: the package is taken from this checkout (magics/, which
-only an installation maps into it, is not needed). Where packages lie in a folder of their own:
+pathspec and fsspec. Missing packages are named in the file, and the checks that need them are left out. Neither pytest
+nor paramiko is needed, no network, and no installation: the package is taken from this checkout (magics/, which only an
+installation maps into it, is not needed). If packages are in a folder of their own:
 PYTHONPATH=/that/folder python benchmarks/gpu.py.
 
-With one GPU collectives on NCCL have a world of one rank; checks of several ranks let them share the GPU over gloo.
-Exit status: 0 all that was possible has passed, 1 some check has failed, 2 none was possible.
+With one GPU, collectives on NCCL have a world size of 1; in checks of several ranks, these share the GPU over gloo.
+Exit status: 0 all possible checks have passed, 1 some check has failed, 2 no check was possible.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ from detrain_nb.node.system.gpus import count_gpus  # noqa: E402
 from detrain_nb.node.system.processes import adopt_orphans, descendants, end_descendants  # noqa: E402
 
 _RESULTS = _HERE / "results"
-_STACKS_BEFORE_S = 1.0  # a check that hangs says where, so long before it is ended
+_STACKS_BEFORE_S = 1.0  # a check that hangs prints its stacks this long before it is killed
 _END_LIMIT_S = 10.0
 _SHOWN_CHARS = 8000
 _OLDEST_TORCH = (2, 9, 1)
 
 
 def list_checks() -> list[Check]:
-    """All of them, in the order in which they run: the quick ones first."""
+    """Return all checks in the order in which they run: quick ones first."""
     return [
         Check("fork", "no CUDA before the fork", _of_sessions("check_fork")),
         Check("collectives", "collectives on NCCL and on gloo", _of_sessions("check_collectives")),
@@ -68,7 +68,7 @@ def list_checks() -> list[Check]:
 
 
 def list_rehearsals() -> list[Check]:
-    """Checks that do not pass, to see that they are recorded and stop no other."""
+    """Return checks that do not pass, to test that they are recorded and do not stop others."""
     return [
         Check("rehearsal-fails", "fails", _rehearse("fails"), (), 20.0),
         Check("rehearsal-hangs", "hangs", _rehearse("hangs"), (), 3.0),
@@ -78,7 +78,7 @@ def list_rehearsals() -> list[Check]:
 
 
 def _of_sessions(name: str) -> Any:
-    """Import what it needs when it runs: where that is missing, other checks can run."""
+    """Import the check when it runs: without its modules, other checks can still run."""
 
     def run(place: Place, notes: Notes) -> None:
         getattr(importlib.import_module("gpu_sessions"), name)(place, notes)
@@ -99,36 +99,36 @@ def _rehearse(how: str) -> Any:
             raise ValueError("as it was asked to")
         if how == "dies":
             os.kill(os.getpid(), signal.SIGKILL)
-        subprocess.Popen(["sleep", "600"], start_new_session=True)  # it is ended too
+        subprocess.Popen(["sleep", "600"], start_new_session=True)  # it must be stopped, too
         time.sleep(600)
 
     return run
 
 
-# ---- one check, in a process of its own
+# ---- one check, in its own process
 
 
 def _run_one(check: Check, place: Place, path: Path) -> None:
-    """Leave in ``path`` how it ended."""
+    """Write the outcome to ``path``."""
     faulthandler.dump_traceback_later(max(0.5, check.limit_s - _STACKS_BEFORE_S))
     notes = Notes(path)
     try:
         check.run(place, notes)
     except NotPossible as exc:
         notes.write(outcome=NOT_POSSIBLE, reason=str(exc))
-    except BaseException as exc:  # noqa: BLE001  whatever it is, it is recorded
-        shown = getattr(exc, "_render_traceback_", list)()  # what a rank raised
+    except BaseException as exc:  # noqa: BLE001  any error is recorded
+        shown = getattr(exc, "_render_traceback_", list)()  # the error of a rank
         text = "\n".join([traceback.format_exc(), *shown])
         notes.write(outcome=FAILED, reason=_first_line(f"{type(exc).__name__}: {exc}"), error=text[-_SHOWN_CHARS:])
     else:
         notes.write(outcome=PASSED)
 
 
-# ---- all of them
+# ---- all checks
 
 
 def run_check(check: Check, place: Place, arguments: Sequence[str], log_path: Path) -> dict[str, Any]:
-    """Run a check to its end or its deadline; whatever it started is ended. Returns what goes into the file."""
+    """Run a check until it exits or reaches its deadline, and stop what it started. Returns its entry in the file."""
     missing = [name for name in check.needs if not _is_there(name)]
     entry: dict[str, Any] = {"name": check.name, "title": check.title}
     if missing:
@@ -159,18 +159,18 @@ def run_check(check: Check, place: Place, arguments: Sequence[str], log_path: Pa
     seconds = round(time.monotonic() - began, 2)
     found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"measured": {}}
     said = log_path.read_text(encoding="utf-8", errors="replace")[-_SHOWN_CHARS:]
-    if "outcome" not in found:  # it was ended, or ended itself
+    if "outcome" not in found:  # it was killed, or crashed
         how = f"did not end within {check.limit_s:g} s" if status is None else f"its process ended with {status}"
         found |= {"outcome": FAILED, "reason": how, "error": said}
     elif found["outcome"] == FAILED:
         found["log"] = said
     if left and status is not None:
-        found["left_behind"] = left  # processes that outlived the check; they are ended now
+        found["left_behind"] = left  # processes that outlived the check; they are stopped now
     return {**entry, "seconds": seconds, **found}
 
 
 def _environment() -> dict[str, str]:
-    """The checkout's package for all that is started, also where another one is installed."""
+    """Return an environment in which every process uses the checkout's package, even if another one is installed."""
     path = os.pathsep.join([str(_CHECKOUT), *filter(None, [os.environ.get("PYTHONPATH")])])
     return {**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
 
@@ -183,7 +183,7 @@ def _is_there(name: str) -> bool:
 
 
 def describe_gpus(kind: str) -> tuple[int, dict[str, Any]]:
-    """How many GPUs torch sees, and all that figures differ by; asked in a process of its own."""
+    """Return the number of GPUs that torch sees, and all that figures depend on; queried in a separate process."""
     code = """
 import json, sys, torch
 found = {"torch": torch.__version__, "cuda": torch.version.cuda, "gpus": []}
@@ -202,7 +202,7 @@ print(json.dumps(found))
     except (subprocess.TimeoutExpired, IndexError, ValueError) as exc:
         return 0, {"error": f"torch does not say which GPUs there are: {exc!r}"}
     names = ("CUDA_VISIBLE_DEVICES", "NCCL_DEBUG", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
-    found["counted_without_cuda"] = count_gpus()  # by what a session decides how many ranks there can be
+    found["counted_without_cuda"] = count_gpus()  # with this, a session decides how many ranks fit
     found["environment"] = {name: os.environ[name] for name in names if name in os.environ}
     with contextlib.suppress(OSError, subprocess.SubprocessError):
         asked = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total,mig.mode.current", "--format=csv,noheader"]
@@ -212,7 +212,7 @@ print(json.dumps(found))
 
 
 def _why_torch_is_no_use(about: Mapping[str, Any]) -> str:
-    """Empty where the checks can run."""
+    """Return why torch cannot run the checks; empty if it can."""
     if "error" in about:
         return str(about["error"])
     version = tuple(int(part) for part in re.findall(r"\d+", about["torch"].partition("+")[0])[:3])
@@ -233,7 +233,7 @@ def main() -> int:
     parser.add_argument(
         "--results", type=Path, metavar="FOLDER", help="where the file goes (default: results/, of a GPU)"
     )
-    parser.add_argument("--run", nargs=4, help=argparse.SUPPRESS)  # a check, in the process that is started for it
+    parser.add_argument("--run", nargs=4, help=argparse.SUPPRESS)  # one check, in the process that is started for it
     args = parser.parse_args()
     known = [*list_rehearsals(), *list_checks()]
     if args.run:
@@ -298,10 +298,10 @@ def _is_meant(check: Check, name: str) -> bool:
 
 @contextlib.contextmanager
 def _running_alone() -> Iterator[Path]:
-    """In a folder that goes with the run; every process that it started ends with it."""
+    """Run in a temporary folder; every process that was started is stopped afterwards."""
     adopt_orphans()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended"))
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background would have ranks ignore the stop
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # in a shell's background, ranks ignore SIGINT
     try:
         with tempfile.TemporaryDirectory(prefix="detrain_nb-gpu-") as folder:
             os.environ["TMPDIR"] = tempfile.tempdir = folder
@@ -312,7 +312,7 @@ def _running_alone() -> Iterator[Path]:
 
 
 def format_table(entries: Sequence[Mapping[str, Any]]) -> str:
-    """A line for each check, and why one has not passed."""
+    """Return a line for each check, with the reason if it has not passed."""
     lines = [["check", "outcome", "seconds", "why"]]
     for entry in entries:
         lines.append([entry["name"], entry["outcome"], f"{entry['seconds']:.1f}", _first_line(entry.get("reason", ""))])

@@ -1,4 +1,4 @@
-"""What a check on a GPU machine is, where it runs, and what it leaves in a file while it runs."""
+"""What a check on a GPU machine is, where it runs, and what it writes to a file while it runs."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ FOR_LAYOUTS = ("torch", "numpy", "fsspec")
 
 
 class NotPossible(Exception):
-    """What this machine lacks for a check."""
+    """Error of a check for which this machine lacks something."""
 
 
 class CheckFailed(Exception):
-    """What was found is not what was promised."""
+    """Error of a check whose result differs from what is promised."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where checks run: on GPUs or on the CPU (``kind``), and how many GPUs torch sees."""
+    """The place of the checks: GPUs or the CPU (``kind``), and the number of GPUs that torch sees."""
 
     kind: str
     gpus: int
@@ -35,21 +35,21 @@ class Place:
         return self.kind == "cuda"
 
     def require_gpus(self, count: int = 1) -> None:
-        """Raises: NotPossible."""
+        """Check that there are enough GPUs. Raises: NotPossible."""
         if not self.is_gpu:
             raise NotPossible("no GPU: these ranks are on the CPU")
         if self.gpus < count:
             raise NotPossible(f"needs {count} GPUs, and there {'is' if self.gpus == 1 else 'are'} {self.gpus}")
 
     def how_many_ranks_have(self, ranks: int) -> str:
-        """In words, what ``ranks`` ranks compute and talk on here."""
+        """Describe the device and the backend of ``ranks`` ranks here."""
         if not self.is_gpu:
             return "CPU, gloo"
         return "a GPU each, NCCL" if self.gpus >= ranks else "one GPU shared, gloo"
 
 
 class Notes:
-    """What was measured, in a file as soon as it is: a check that is killed leaves what it had."""
+    """Measurements, written to a file at once, so that a killed check leaves them."""
 
     def __init__(self, path: Path) -> None:
         self.measured: dict[str, Any] = {}
@@ -67,9 +67,9 @@ class Notes:
 
 @dataclass(frozen=True)
 class Check:
-    """``run`` notes what it measures; it raises NotPossible, or whatever else where the check has failed.
+    """One check. ``run`` records its measurements; it raises NotPossible, or any other error if the check has failed.
 
-    ``needs``: modules that are imported. ``limit_s``: what takes longer hangs.
+    ``needs``: modules that it imports. ``limit_s``: a check that takes longer hangs.
     """
 
     name: str
@@ -80,6 +80,6 @@ class Check:
 
 
 def require(condition: bool, words: str) -> None:
-    """Raises: CheckFailed. (An assert would say nothing here: no pytest rewrites it.)"""
+    """Check a condition. Raises: CheckFailed. (A plain assert has no message here: pytest does not rewrite it.)"""
     if not condition:
         raise CheckFailed(words)

@@ -1,4 +1,4 @@
-"""Checks of models over ranks on GPUs: every layout beside one process, and a dry run beside what is allocated."""
+"""Checks of models over ranks on GPUs: every layout against one process, and a dry run against allocated memory."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from typing import Any
 from gpu_check import FOR_LAYOUTS, Check, CheckFailed, Notes, NotPossible, Place, require
 
 _RANKS = str(Path(__file__).with_name("gpu_ranks.py"))
-_LIMIT_S = 170.0  # of all that one check starts
+_LIMIT_S = 170.0  # for everything that one check starts
 _SHOWN_CHARS = 4000
-# Relative, in float32. On the CPU tests hold 3e-6 and 1e-5; a GPU adds in another order, and so do its collectives.
+# Relative, in float32. Tests on the CPU use 3e-6 and 1e-5; a GPU and its collectives add in another order.
 _CLOSE = {"loss": 1e-5, "gradient": 2e-4, "norm": 2e-5}
-_CLOSE_IN_BF16 = {"loss": 2e-2, "gradient": math.inf, "norm": math.inf}  # gradients are only told
+_CLOSE_IN_BF16 = {"loss": 2e-2, "gradient": math.inf, "norm": math.inf}  # gradients are only reported
 _HELD_WITHIN = 0.05
-_WORKSPACE_BYTES = 64 << 20  # what cuBLAS and the collectives of a rank keep on a GPU
-_PEAK_BETWEEN = (0.7, 1.3)  # a dry run counts neither the loss nor what operators hold for a moment
-# What torch and we say of what gloo cannot do with tensors of a GPU.
+_WORKSPACE_BYTES = 64 << 20  # workspace of cuBLAS and of a rank's collectives on a GPU
+_PEAK_BETWEEN = (0.7, 1.3)  # a dry run omits the loss and temporary tensors of operators
+# How torch and we report operations that gloo does not support with GPU tensors.
 _NOT_SUPPORTED = ("not supported", "does not support", "not implemented", "no backend type", "unsupported", "SpecError")
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Sizes of a mesh's axes, and what else ``parallelize`` is told."""
+    """The sizes of a mesh's axes, and the other arguments of ``parallelize``."""
 
     axes: Mapping[str, int]
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -66,7 +66,7 @@ _MOST_SHARING = 4  # ranks on one GPU
 
 
 def checks() -> list[Check]:
-    """All of them; each says by itself what this machine lacks."""
+    """Return all checks; each one reports what this machine lacks."""
     return [
         *(_check("layout", layout, check_layout, "as one process") for layout in LAYOUTS),
         *(_check("memory", layout, check_memory, "as a dry run says") for layout in OF_MEMORY),
@@ -78,7 +78,7 @@ def _check(what: str, layout: Layout, run: Any, title: str) -> Check:
 
 
 def check_layout(layout: Layout, place: Place, notes: Notes) -> None:
-    """Losses, every gradient and their norm are those of the same model in one process."""
+    """Losses, all gradients and their norm equal those of the same model in one process."""
     found = _run("layout", layout, place, notes)
     apart = {name: max(each[name] for each in found) for name in _CLOSE}
     limits = _CLOSE_IN_BF16 if layout.options.get("precision") == "bf16" else _CLOSE
@@ -88,7 +88,7 @@ def check_layout(layout: Layout, place: Place, notes: Notes) -> None:
 
 
 def check_memory(layout: Layout, place: Place, notes: Notes) -> None:
-    """What is held between steps is parameters and AdamW's state; the peak of a step is near the dry run's total."""
+    """Parameters and AdamW's state are held between steps; the peak of a step is near the dry run's total."""
     if not place.is_gpu and layout.ranks > 1:
         raise NotPossible("no GPU: on the CPU only one process adds its tensors up")
     found = _run("memory", layout, place, notes)
@@ -107,7 +107,7 @@ def check_memory(layout: Layout, place: Place, notes: Notes) -> None:
 
 
 def _run(what: str, layout: Layout, place: Place, notes: Notes) -> list[dict[str, float]]:
-    """What every rank has measured. Raises: NotPossible, CheckFailed."""
+    """Measure pull and push in turn with equal bytes over one socket; the first of each is a warm-up."""
     is_shared = place.is_gpu and place.gpus < layout.ranks
     if is_shared and layout.ranks > _MOST_SHARING:
         place.require_gpus(layout.ranks)
@@ -125,7 +125,7 @@ def _run(what: str, layout: Layout, place: Place, notes: Notes) -> list[dict[str
 
 
 def _without_torchrun(log: str) -> str:
-    """What the ranks have said: torchrun tells at length that they have ended."""
+    """Return the output of the ranks, without torchrun's long report of their exit."""
     return log.partition("torch/distributed/elastic/multiprocessing/api.py")[0].strip() or log
 
 
@@ -138,7 +138,7 @@ def _of_ranks(folder: Path, kind: str) -> list[Path]:
 
 
 def _start(arguments: list[str], ranks: int, folder: Path) -> tuple[int, str]:
-    """The status of torchrun, and all that it and its ranks printed; who starts us ends what is left of it."""
+    """Return the exit status of torchrun, and all output of it and its ranks; the caller stops remaining processes."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1"]
     log_path = folder / "log"
     with open(log_path, "wb") as log:

@@ -1,8 +1,8 @@
-"""A rank of the checks on GPUs under plain torchrun: a model laid out by ``parallelize`` beside the same one whole.
+"""A rank of the GPU checks under plain torchrun: a model laid out by ``parallelize`` next to the same model unsplit.
 
     torchrun --standalone --nproc-per-node=N gpu_ranks.py JOB FOLDER
 
-Each rank leaves what it has measured, or what it fails with, in the folder.
+Each rank writes its measurements, or its error, to a file in the folder.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from detrain_nb.launch import threads_per_rank, usable_cpus
 _GROUP_LIMIT = timedelta(seconds=60)
 _STEPS = 3
 _MICROBATCHES = 4
-_ROWS = 8  # of a replica's batch
+_ROWS = 8  # in the batch of a replica
 _SMALL = {"width": 64, "layers": 4, "vocabulary": 96, "length": 16}
 _FOR_MEMORY = {
     "cuda": {"width": 1024, "layers": 8, "vocabulary": 16384, "length": 512},
-    # a plan of tensor parallel layers is proved on the CPU, in float64: that takes its time
+    # a tensor-parallel plan is verified on the CPU in float64, which takes long
     "cuda tp": {"width": 512, "layers": 2, "vocabulary": 4096, "length": 128},
     "cpu": {"width": 128, "layers": 4, "vocabulary": 512, "length": 64},
 }
@@ -44,9 +44,9 @@ def token_loss(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def lay_out(job: dict[str, Any], device: torch.device) -> dict[str, float]:
-    """Train both for some steps; the largest differences: of losses and the gradients' norm, of any gradient.
+    """Train both models for some steps; returns the largest differences of losses, of gradient norms, of gradients.
 
-    All relative, a gradient's to the largest entry of that gradient.
+    All differences are relative, those of a gradient to its largest entry.
     """
     _make_group(job, device)
     mesh = par.make_mesh(**job["axes"], device_type=device.type)
@@ -79,7 +79,7 @@ def lay_out(job: dict[str, Any], device: torch.device) -> dict[str, float]:
             assert parameter.grad is not None and reference is not None, name
             difference = (_full(parameter.grad).float() - reference).abs().max() / reference.abs().max()
             apart["gradient"] = max(apart["gradient"], float(difference))
-        if not job["is_shared"] or not any(isinstance(each, DTensor) for each in laid_out.parameters()):  # as in _full
+        if not job["is_shared"] or not any(isinstance(each, DTensor) for each in laid_out.parameters()):  # see _full
             norms = par.clip_grad_norm(laid_out, 1.0), nn.utils.clip_grad_norm_(whole.parameters(), 1.0)
             apart["norm"] = max(apart["norm"], abs(float(norms[0]) / float(norms[1]) - 1))
         for optimizer in optimizers:
@@ -89,7 +89,7 @@ def lay_out(job: dict[str, Any], device: torch.device) -> dict[str, float]:
 
 
 def measure_memory(job: dict[str, Any], device: torch.device) -> dict[str, float]:
-    """Bytes that a dry run says of this rank, and those that it holds, at the peak of its second step with AdamW."""
+    """Return the bytes that a dry run predicts for this rank, and the bytes of its second step with AdamW."""
     axes = job["axes"]
     sizes = _FOR_MEMORY["cuda tp" if device.type == "cuda" and axes.get("tp", 1) > 1 else device.type]
     is_pipeline = axes.get("pp", 1) > 1
@@ -123,8 +123,8 @@ def measure_memory(job: dict[str, Any], device: torch.device) -> dict[str, float
 
 
 def _on_gpu(step: Any) -> tuple[int, int]:
-    """What is allocated between steps, and at most in one."""
-    step()  # the optimizer's state comes to be, and what cuBLAS works in
+    """Return the bytes allocated between steps, and the peak of a step."""
+    step()  # allocates the optimizer's state and cuBLAS's workspace
     torch.cuda.synchronize()
     held = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
@@ -134,7 +134,7 @@ def _on_gpu(step: Any) -> tuple[int, int]:
 
 
 def _on_cpu(step: Any, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[int, int]:
-    """The same where no allocator counts: torch's tracker adds up tensors."""
+    """Return the same on the CPU, which has no allocator statistics: torch's tracker adds up the tensors."""
     from torch.distributed._tools.mem_tracker import MemTracker
 
     tracker = MemTracker()
@@ -150,7 +150,7 @@ def _on_cpu(step: Any, model: nn.Module, optimizer: torch.optim.Optimizer) -> tu
 
 
 def _make_group(job: dict[str, Any], device: torch.device) -> None:
-    """NCCL takes no two ranks of one GPU; gloo does."""
+    """Create the process group: NCCL does not allow two ranks on one GPU, gloo does."""
     if device.type == "cuda" and not job["is_shared"]:
         dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device, timeout=_GROUP_LIMIT)
     else:
@@ -163,7 +163,7 @@ def _tokens(rows: int, seed: int, sizes: dict[str, int]) -> Tensor:
 
 
 def _full(tensor: Tensor) -> Tensor:
-    """From the CPU: gloo, where ranks share a GPU, ends with an error of the process where torch gathers from there."""
+    """Gather a tensor on the CPU: gathering GPU tensors over gloo, for ranks that share a GPU, crashes the process."""
     return tensor.cpu().full_tensor().to(tensor.device) if isinstance(tensor, DTensor) else tensor
 
 
@@ -174,7 +174,7 @@ def main() -> None:
         if job["kind"] == "cuda":
             device = torch.device("cuda", int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
             torch.cuda.set_device(device)
-            torch.ones(1, device=device)  # else a mesh would choose a device by the local rank
+            torch.ones(1, device=device)  # otherwise a mesh would choose a device by the local rank
         torch.set_num_threads(threads_per_rank(int(os.environ["WORLD_SIZE"]), cpus=usable_cpus()))
         measured = {"layout": lay_out, "memory": measure_memory}[job["what"]](job, device)
     except BaseException as exc:
@@ -186,7 +186,7 @@ def main() -> None:
         dist.barrier()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(0)  # a thread of gloo that lets go of a tensor while Python ends would abort it
+    os._exit(0)  # a gloo thread that releases a tensor while Python exits would abort it
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Checks of a session on GPUs: what a stop, a death and an error of CUDA keep and free; how fast it is."""
+"""Checks of a session on GPUs: what a stop, a death and a CUDA error keep and free, and how fast a session is."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from detrain_nb.errors import CellTimeout, DetrainError, RankError, RankLost
 
 _CELL_LIMIT_S = 60.0
 _HUNG_AFTER_S = 2.0
-_KERNEL_S = 9.0  # longer than a stop waits for a rank that computes
+_KERNEL_S = 9.0  # longer than a stop waits for a computing rank
 _HELD_BYTES = 2 << 30
-_SLACK_BYTES = 256 << 20  # a context differs by this from one process to the next
+_SLACK_BYTES = 256 << 20  # the size of a context varies by this much between processes
 _FREED_LIMIT_S = 10.0
 _NOOP_CELLS = 200
 _STARTS = 3
 
-# What every cell begins with: a fresh rank has nothing of it. Ranks that share a GPU are the session's on the CPU.
+# Each cell starts with this, since a fresh rank lacks it. Ranks that share a GPU are a session on the CPU.
 _HERE = {
     "cuda": "here = torch.device('cuda', local_rank % torch.cuda.device_count()); finish = torch.cuda.synchronize\n",
     "cpu": "here = torch.device('cpu'); finish = lambda: None\n",
 }
 
-# Of a rank under plain torchrun; as floors.RANK, on the GPU.
+# A rank under plain torchrun: floors.RANK on the GPU.
 _RANK_ON_GPU = """
 import os, sys, time
 import torch
@@ -51,14 +51,14 @@ dist.destroy_process_group()
 
 
 class Ranks:
-    """A session's, and what their cells begin with."""
+    """The ranks of a session, and the code that starts each of their cells."""
 
     def __init__(self, session: Session, place: Place) -> None:
         self.session = session
         self._place = place
 
     def run(self, code: str, **options: Any) -> dict[int, Any]:
-        """The values of a cell, by rank."""
+        """Return the values of a cell, by rank."""
         options.setdefault("timeout_s", _CELL_LIMIT_S)
         return self.session.run_cell(_HERE[self._place.kind] + code, **options).values
 
@@ -69,14 +69,14 @@ class Ranks:
 
 @contextmanager
 def start_ranks(place: Place, count: int) -> Iterator[Ranks]:
-    """A GPU for each where there are as many, else ranks that share one; or ranks on the CPU."""
+    """Start ranks with a GPU each if there are enough, otherwise ranks that share one; or ranks on the CPU."""
     device = "cuda" if place.is_gpu and place.gpus >= count else "cpu"
     with Session.start(count, device=device, folder=str(place.folder)) as session:
         yield Ranks(session, place)
 
 
 def expect(kinds: type[BaseException] | tuple[type[BaseException], ...], act: Callable[[], object]) -> BaseException:
-    """What ``act`` raises. Raises: CheckFailed where it does not."""
+    """Return the exception that ``act`` raises. Raises: CheckFailed if it raises none."""
     try:
         found = act()
     except kinds as exc:
@@ -85,7 +85,7 @@ def expect(kinds: type[BaseException] | tuple[type[BaseException], ...], act: Ca
 
 
 def told(error: BaseException) -> str:
-    """All that a notebook shows of it."""
+    """Return all text that a notebook shows of an error."""
     return "\n".join(error._render_traceback_()) if isinstance(error, DetrainError) else str(error)
 
 
@@ -93,14 +93,14 @@ def told(error: BaseException) -> str:
 
 
 def check_fork(place: Place, notes: Notes) -> None:
-    """Agent, launcher and workers have opened no GPU; a rank has, and so has the fresh one after its death."""
+    """Agent, launcher and workers have opened no GPU; a rank has, and so has its replacement after its death."""
     use = "torch.ones(2, device=here).sum().item(), torch.cuda._is_in_bad_fork(), __import__('os').getpid()"
     with start_ranks(place, 1) as ranks:
         total, is_bad_fork, interpreter = ranks.run(use)[0]
         require(total == 2.0 and not is_bad_fork, f"the rank counts {total} and its fork is bad: {is_bad_fork}")
         notes.add(gpu_files=(found := _gpu_files_by_role(interpreter)))
         require(not found["launcher"] and not found["worker"], f"they have opened the GPU: {found}")
-        # NVML, by which an agent counts GPUs, may keep the control device; what CUDA alone opens is this
+        # NVML, with which an agent counts GPUs, may keep the control device open; only CUDA opens this one
         require(not any("uvm" in path for path in found["agent"]), f"the agent has a CUDA context: {found}")
         if place.is_gpu and not found["interpreter"]:
             notes.add(gpu_files_are_seen=False)
@@ -172,7 +172,7 @@ str(dist.get_backend_config()), found
 
 
 def check_collectives(place: Place, notes: Notes) -> None:
-    """On NCCL for CUDA tensors, on gloo for CPU tensors, in one group."""
+    """In one group, collectives use NCCL for CUDA tensors and gloo for CPU tensors."""
     count = max(place.gpus, 1) if place.is_gpu else 2
     with start_ranks(place, count) as ranks:
         answers = ranks.run(_COLLECTIVES)
@@ -189,14 +189,14 @@ def check_collectives(place: Place, notes: Notes) -> None:
 
 
 def check_hung(place: Place, notes: Notes) -> None:
-    """One rank waits in a collective to which the other does not come: it is freed, with and without DDP."""
+    """A rank waits in a collective that the other rank never joins: it is freed, with and without DDP."""
     notes.add(ranks=place.how_many_ranks_have(2))
     with start_ranks(place, 2) as ranks:
         for name, wrapper in (("", "None"), ("_with_ddp", "torch.nn.parallel.DistributedDataParallel(net)")):
             ranks.run(
                 "net = torch.nn.Linear(4, 4).to(here)\n"
                 f"alive, kept, t = {wrapper}, rank, torch.ones(1, device=here)\ndist.all_reduce(t); finish()\n"
-                "for _ in range(9): dist.all_reduce(torch.ones(1))"  # on gloo, whose numbers are not NCCL's
+                "for _ in range(9): dist.all_reduce(torch.ones(1))"  # gloo numbers its collectives apart from NCCL
             )
             began = time.monotonic()
             hang = "if rank == 0:\n    dist.all_reduce(t); finish()"
@@ -228,7 +228,7 @@ _RUN_LONG = {"cuda": "torch.cuda._sleep(count); finish()", "cpu": 'hashlib.pbkdf
 
 
 def check_long_kernel(place: Place, notes: Notes) -> None:
-    """A stop gives the prompt back while a kernel runs on; the rank keeps its variables, and goes on behind it.
+    """A stop returns the prompt while a kernel is running; the rank keeps its variables, and continues afterwards.
 
     A loop of short kernels is stopped at once.
     """
@@ -249,11 +249,11 @@ def check_long_kernel(place: Place, notes: Notes) -> None:
         require(found == {0: 3.0}, f"after the loop the next cell gave {found}")
 
 
-# ---- death, errors of CUDA
+# ---- death, CUDA errors
 
 
 def check_killed(place: Place, notes: Notes) -> None:
-    """The last rank is killed in a collective: the others keep what they have, and its memory is free."""
+    """The last rank is killed in a collective: the others keep their variables, and its memory is freed."""
     count = max(2, min(place.gpus, 4)) if place.is_gpu else 2
     held = _HELD_BYTES if place.is_gpu else 1 << 20
     last = count - 1
@@ -282,7 +282,7 @@ def check_killed(place: Place, notes: Notes) -> None:
 
 
 def _require_freed(ask: Callable[[], int], wanted: int, notes: Notes) -> None:
-    """What a driver gives back comes a little later."""
+    """Wait for the driver, which frees memory with some delay."""
     began = time.monotonic()
     while (now := ask()) < wanted - _SLACK_BYTES and time.monotonic() - began < _FREED_LIMIT_S:
         time.sleep(0.1)
@@ -291,7 +291,7 @@ def _require_freed(ask: Callable[[], int], wanted: int, notes: Notes) -> None:
 
 
 def check_broken(place: Place, notes: Notes) -> None:
-    """An assert that fails on the device: it is named, the rank is replaced, and the fresh one can use the GPU."""
+    """A failing device-side assert is named, the rank is replaced, and the new one can use the GPU."""
     place.require_gpus()
     code = "x = torch.zeros(4, device=here)\nx[torch.tensor([9], device=here)].sum().item()"
     with start_ranks(place, 1) as ranks:
@@ -301,7 +301,7 @@ def check_broken(place: Place, notes: Notes) -> None:
         found = ranks.run("torch.ones(2, device=here).sum().item(), 'x' in globals()")
         notes.add(next_cell_seconds=round(time.monotonic() - began, 3))
         require("device-side assert" in told(error), f"the error is not named: {told(error)}")
-        # NCCL's own watch may have met the error first, and ended the process: then the rank is said to be fresh
+        # NCCL's watchdog may have caught the error first and killed the process: the rank is then reported as fresh
         is_told = "it is replaced" in told(error) or "rank 0 was restarted" in told(error)
         require(is_told, f"it is not said that the rank is replaced: {told(error)}")
         require(found == {0: (2.0, False)}, f"the next cell gave {found}")
@@ -317,7 +317,7 @@ fill()
 
 
 def check_out_of_memory(place: Place, notes: Notes) -> None:
-    """The error names the largest variable, and what the failed cell held is free again."""
+    """The error names the largest variable, and the memory of the failed cell is freed."""
     place.require_gpus()
     free = "finish(); torch.cuda.mem_get_info(here)[0]"
     with start_ranks(place, 1) as ranks:
@@ -331,11 +331,11 @@ def check_out_of_memory(place: Place, notes: Notes) -> None:
         require(ranks.run("big[0].item()") == {0: 1.0}, "the variable is gone")
 
 
-# ---- how fast
+# ---- speed
 
 
 def check_times(place: Place, notes: Notes) -> None:
-    """Start, first collective and a no-op cell; torchrun's start in turns with ours."""
+    """Measure start, first collective and a no-op cell; torchrun's start alternates with ours."""
     count = max(place.gpus, 1) if place.is_gpu else 2
     program = {"program": _RANK_ON_GPU} if place.is_gpu else {}
     code = "t = torch.ones(1, device=here); dist.all_reduce(t); finish()"
@@ -351,10 +351,10 @@ def check_times(place: Place, notes: Notes) -> None:
             noops = _time_noops(ranks) if turn == _STARTS else []
         try:
             torchrun = time_torchrun(count, **program)
-        except (RuntimeError, subprocess.TimeoutExpired) as exc:  # our own times are told all the same
+        except (RuntimeError, subprocess.TimeoutExpired) as exc:  # our own times are reported anyway
             notes.add(torchrun_failed=str(exc))
             torchrun = math.inf
-        if turn:  # the first ones read torch from the disk
+        if turn:  # the first ones read torch from disk
             starts.append(ended - began)
             firsts.append(ended - started)
             seconds.append(again)

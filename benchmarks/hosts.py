@@ -1,4 +1,4 @@
-"""Hosts with a real SSH server on this machine, and what is done there without us: torchrun, a ping, `sftp get`."""
+"""Hosts with a real SSH server on this machine, and measurements there without us: torchrun, a ping, `sftp get`."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ __all__ = ["Hosts", "Link", "hosts_up", "unavailable"]
 
 _TTL_S = 3600.0
 _TORCHRUN_LIMIT_S = 180.0
-_TORCHRUN_PORT = 29500  # the hosts are ours: nobody else is there
+_TORCHRUN_PORT = 29500  # free, since the hosts run nothing else
 _ENDED, _PROGRAM = "ended", "rank.py"
 _READ_BYTES = 1 << 20
-_READS_AHEAD = 64  # by default all at once, and paramiko, which looks for each among all, is four times slower
+_READS_AHEAD = 64  # the default is all at once, which is four times slower: paramiko searches all of them for each
 
 
 class Hosts:
-    """The hosts of a testbed that is up."""
+    """The hosts of a running testbed."""
 
     def __init__(self, testbed: Testbed) -> None:
         self._testbed = testbed
@@ -49,24 +49,24 @@ class Hosts:
         return len(self._testbed.hosts)
 
     def nodes(self, count: int | None = None, *, ranks: int | None = None) -> list[SshNode]:
-        """The first hosts as nodes of a session or a job; they run this Python."""
+        """Return the first hosts as nodes of a session or a job; they run this Python."""
         fields = {} if ranks is None else {"ranks": ranks}
         return ssh_nodes(self._testbed, count or self.count, **fields)
 
     def write_home(self, folder: Path) -> None:
-        """Make ``folder`` the home of a user who knows the hosts; nodes.toml in it names them."""
+        """Make ``folder`` the home of a user with these hosts in the ssh config; nodes.toml in it lists them."""
         (folder / ".ssh").mkdir(mode=0o700, parents=True)
         shutil.copy(self._config, folder / ".ssh" / "config")
         nodes = [f'[[nodes]]\nhost = "{host.name}"\npython = "{sys.executable}"\n' for host in self._testbed.hosts]
         (folder / "nodes.toml").write_text("\n".join(nodes), encoding="utf-8")
 
     def connect(self) -> SshConnection:
-        """A connection to the first host, of the kind that a session has."""
+        """Return a connection to the first host, of the kind that a session uses."""
         host = self._testbed.hosts[0]
         return connect_to(Node(host=host.name), config_path=self._config)
 
     def time_connect(self) -> float:
-        """Seconds until plain paramiko has connected to the first host and authenticated."""
+        """Return the seconds until plain paramiko has connected to the first host and authenticated."""
         host = self._testbed.hosts[0]
         with paramiko.SSHClient() as client:
             client.load_host_keys(host.known_hosts_file)
@@ -77,7 +77,7 @@ class Hosts:
             return time.perf_counter() - started
 
     def time_torchrun(self, ranks: int) -> float:
-        """Seconds from typing ``torchrun`` on all hosts at once until the last rank has done one all_reduce."""
+        """Return the seconds from ``torchrun`` on all hosts at once until the last rank has done one all_reduce."""
         hosts = self._testbed.hosts
         homes = [self._testbed.path_home(host.name) for host in hosts]
         for home in homes:
@@ -105,41 +105,41 @@ class Hosts:
         return f"{done.stdout}{done.stderr}"
 
     def copy(self, name: str, text: str) -> None:
-        """Write a file into the homes of all hosts."""
+        """Write a file into the home of each host."""
         for host in self._testbed.hosts:
             (self._testbed.path_home(host.name) / name).write_text(text, encoding="utf-8")
 
     def ssh_torchrun(self, program: str, ranks: int) -> list[list[str]]:
-        """``ssh`` to each host, where torchrun runs a program of the home; as one types it."""
+        """Return the ``ssh`` command for each host, as a user types it: torchrun runs a program in the home."""
         return [
             ["ssh", "-F", str(self._config), host.name, shlex.join(self._torchrun(node_rank, ranks, program))]
             for node_rank, host in enumerate(self._testbed.hosts)
         ]
 
     def agent(self, host: int = 0) -> int:
-        """The pid, as seen from here, of the agent on a host."""
+        """Return the outer pid of the agent on a host."""
         return self._find_process(host, lambda process: AGENT_MODULE.encode() in (process / "cmdline").read_bytes())
 
     def pid_of(self, host: int, pid: int) -> int:
-        """The pid, as seen from here, of the process that has ``pid`` on a host."""
+        """Return the outer pid of the process that has ``pid`` on a host."""
         own = re.compile(rf"^NSpid:.*\t{pid}$", re.MULTILINE)
         return self._find_process(host, lambda process: bool(own.search((process / "status").read_text())))
 
     def kill_sessions(self, host: int) -> None:
-        """End the SSH sessions of a host, as a server does that goes down."""
+        """Kill the SSH sessions of a host, like a server that goes down."""
         self._testbed.kill_sessions(self._testbed.hosts[host].name)
 
     def _find_process(self, host: int, is_it: Callable[[Path], bool]) -> int:
         inside = os.readlink(f"/proc/{self._testbed.pid(self._testbed.hosts[host].name)}/ns/pid")
         for process in Path("/proc").glob("[0-9]*"):
-            with contextlib.suppress(OSError):  # it has ended meanwhile
+            with contextlib.suppress(OSError):  # it has exited meanwhile
                 if os.readlink(process / "ns/pid") == inside and is_it(process):
                     return int(process.name)
         raise RuntimeError(f"no such process runs on {self._testbed.hosts[host].name}")
 
 
 class Download:
-    """A file on the first host and a connection to it, to be got by paramiko's SFTP; close it."""
+    """A file on the first host, and a connection that downloads it with paramiko's SFTP; close it."""
 
     def __init__(self, hosts: Hosts, size_bytes: int, target: Path) -> None:
         self._target = target
@@ -162,7 +162,7 @@ class Download:
 
 
 def time_channel(hosts: Hosts, size_bytes: int) -> float:
-    """Seconds until one SSH channel has brought so many bytes, which somebody throws away."""
+    """Return the seconds until one SSH channel has delivered so many bytes, which are discarded."""
     with hosts.connect() as connection:
         channel = connection._transport.open_session()
         started = time.perf_counter()
@@ -178,7 +178,7 @@ def time_channel(hosts: Hosts, size_bytes: int) -> float:
 
 @contextmanager
 def hosts_up(count: int, *, letter: str, link: Link | None = None) -> Iterator[Hosts]:
-    """So many hosts for the block; they, and all that runs there, end with it."""
+    """Run ``count`` hosts for the block; they and all their processes are stopped afterwards."""
     testbed = Testbed(f"{letter}{os.getpid()}")
     try:
         testbed.up(count, link=link, ttl_s=_TTL_S, owner_pid=os.getpid())

@@ -1,9 +1,9 @@
-"""How fast jobs start, are followed and are listed, beside torchrun over ssh and a batch script written by hand.
+"""How fast jobs start, are followed and are listed, next to torchrun over ssh and a hand-written batch script.
 
     python benchmarks/jobs.py [--quick] [--results FOLDER]
 
-The hosts are namespaces of this machine with real SSH servers (tests/testbed), the cluster is one of Slurm on loopback
-(tests/formats); needs root. Our start and theirs alternate.
+The hosts are namespaces of this machine with real SSH servers (tests/testbed); the cluster is a Slurm cluster on
+loopback (tests/formats). Needs root. Our starts and the others alternate.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ srun --cpus-per-task={ranks} bash -c 'exec {python} -m torch.distributed.run --n
 
 
 class JobsBenchmark(Benchmark[Sizes]):
-    """Starts on hosts and on a cluster, a log that is followed, a long list."""
+    """Starts on hosts and on a cluster, a followed log, a long list."""
 
     name = "jobs"
     peers = ()
@@ -91,10 +91,10 @@ class JobsBenchmark(Benchmark[Sizes]):
         with slurm_cluster() as cluster:
             self._measure_batches(cluster)
 
-    # ---- from submitting to the first line
+    # ---- from submission to the first line
 
     def _measure_starts(self, hosts: Hosts) -> None:
-        """The first of each kind brings what all read from the disk, and ours the code; it is shown apart."""
+        """Measure starts. The first of each kind reads from disk, and ours sends the code: it is shown separately."""
         self._begin("starts on hosts")
         hosts.copy("train.py", _TRAIN)
         self.samples.add(US, "first_s", self._time_ours(hosts, 0))
@@ -104,7 +104,7 @@ class JobsBenchmark(Benchmark[Sizes]):
             self.samples.add(SSH_TORCHRUN, "start_s", self._time_ssh(hosts))
 
     def _time_ours(self, hosts: Hosts, turn: int) -> float:
-        """In a process that has submitted before, with connections of its own."""
+        """Submit from a process with open connections that has submitted before."""
         arrived: list[float] = []
 
         def note(line: LogLine) -> None:
@@ -119,7 +119,7 @@ class JobsBenchmark(Benchmark[Sizes]):
         return arrived[0] - started
 
     def _time_ssh(self, hosts: Hosts) -> float:
-        """``ssh`` to all hosts at once, each with its torchrun of a script that is there."""
+        """Run ``ssh`` to all hosts at once, each starting torchrun with a script that is already there."""
         started = time.perf_counter()
         running = [
             subprocess.Popen(
@@ -165,10 +165,10 @@ class JobsBenchmark(Benchmark[Sizes]):
                 if turn:
                     self.samples.add(who, "batch_s", seconds)
 
-    # ---- a log that is followed
+    # ---- a followed log
 
     def _measure_follow(self) -> None:
-        """On this machine; which lines have come, in which order, and when the last one was here."""
+        """Follow a job on this machine: which lines arrived, in which order, and when the last one arrived."""
         sizes = self._sizes
         count = int(sizes.lines_per_s * sizes.follow_s)
         seen: dict[str, list[str]] = {}
@@ -193,7 +193,7 @@ class JobsBenchmark(Benchmark[Sizes]):
     # ---- a long list
 
     def _measure_list(self) -> None:
-        """All of it as text, of jobs that are over: no node is asked."""
+        """Format the whole list as text, for finished jobs: no node is queried."""
         folder = self._begin("list")
         file = folder / "jobs.sqlite"
         record = Record(file)
@@ -205,17 +205,17 @@ class JobsBenchmark(Benchmark[Sizes]):
 
 
 def _count_wrong(seen: list[str], wanted: list[str]) -> int:
-    """Lines that have not come, or come twice, or out of their order."""
+    """Count the lines that are missing, repeated or out of order."""
     if seen == wanted:
         return 0
     return max(1, len(set(wanted) - set(seen)) + len(seen) - len(set(seen)))
 
 
 def _time_batch(cluster: SlurmCluster, batch: str, first: Path, begun: Path) -> float:
-    """Seconds from the script's first line to the moment when a rank has touched ``first`` for the last time."""
+    """Return the seconds from the script's first line until a rank has touched ``first`` for the last time."""
     *_, last = [index for index, line in enumerate(batch.splitlines()) if line.startswith("#SBATCH")]
     lines = batch.splitlines()
-    lines.insert(last + 1, f'[ "${{1-}}" = node ] || touch {shlex.quote(str(begun))}')  # ours runs itself on the nodes
+    lines.insert(last + 1, f'[ "${{1-}}" = node ] || touch {shlex.quote(str(begun))}')  # ours reruns itself there
     first.touch()
     job = cluster.submit("\n".join(lines) + "\n")
     if (state := cluster.wait(job, limit_s=_LIMIT_S)) != "COMPLETED":
@@ -224,7 +224,7 @@ def _time_batch(cluster: SlurmCluster, batch: str, first: Path, begun: Path) -> 
 
 
 def _fill(record: Record, file: Path, count: int) -> None:
-    """So many jobs that are over; one by one they would take minutes to write."""
+    """Record so many finished jobs; writing them one by one would take minutes."""
     record.add("first", name="run", nodes="[]", spec="{}", state="ended")
     columns = "name, state, exit_code, submitted_at, started_at, ended_at, world_size, metrics, updated_at, release"
     columns += ", spec_digest, nodes"

@@ -1,4 +1,4 @@
-"""What is measured of jobs, how much of it, and the goals."""
+"""The measurements of jobs, their sizes, and the goals."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Sizes:
     """How much is measured."""
 
     hosts: int = 2
-    ranks: int = 2  # on each
+    ranks: int = 2  # on each host
     starts: int = 5
     batches: int = 5
     follows: int = 5
@@ -29,7 +29,7 @@ QUICK = Sizes(starts=1, batches=1, follows=1, follow_ranks=2, lines_per_s=1_000,
 
 
 def list_measures(sizes: Sizes) -> list[Measure]:
-    """The rows of the table; with small sizes they have no goals."""
+    """Return the rows of the table; small sizes have no goals."""
     where, speed = f"{sizes.hosts} x {sizes.ranks} ranks", f"{sizes.follow_ranks} ranks x {sizes.lines_per_s:,} lines/s"
     start, batch = (SSH_TORCHRUN, "start_s"), (BY_HAND, "batch_s")
     start_goal, batch_goal = Goal(1.3, is_of_comparison=True), Goal(1.2, is_of_comparison=True)

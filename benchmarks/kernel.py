@@ -1,7 +1,7 @@
 """A real ipykernel, driven over its own sockets as a front end does it.
 
-What arrives is kept as it came, with the time at which it came, and decoded when the cell is over: a front end that is
-busy decoding would be measured too.
+Messages are kept as they arrived, with their times, and decoded after the cell has ended, so that the time of decoding
+is not measured.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from jupyter_client.manager import KernelManager
 _COMMAND = [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"]
 _START_LIMIT_S = 60.0
 _LOOK_MS = 500
-_OFTEN_MS = 20  # where something else is watched as well
+_OFTEN_MS = 20  # if ``until`` is checked as well
 _LAST_WORDS_LIMIT_S = 30.0
-# Variables of whoever runs the benchmark that would change what a kernel does.
+# Variables of the user that would change what a kernel does.
 _NOT_FOR_A_KERNEL = {
     *("DETRAIN_NB_OUTPUT", "DETRAIN_NB_NOTEBOOK", "DETRAIN_NB_LINGER"),
     *("JPY_PARENT_PID", "JPY_SESSION_NAME", "PYTHONSTARTUP"),
@@ -35,7 +35,7 @@ _NOT_FOR_A_KERNEL = {
 
 @dataclass(frozen=True)
 class Arrival:
-    """A message of a cell as it came over the wire; ``at`` is ``time.time()``."""
+    """A message of a cell as it arrived; ``at`` is ``time.time()``."""
 
     kind: str
     body: bytes
@@ -48,12 +48,12 @@ class Arrival:
 
     @property
     def display_id(self) -> str:
-        """What a display can be redrawn by; empty where there is none."""
+        """The id by which a display can be updated; empty if it has none."""
         return str(self.content.get("transient", {}).get("display_id", ""))
 
     @property
     def text(self) -> str:
-        """The text that a stream or a display carries; empty for everything else."""
+        """The text of a stream or a display; empty for other messages."""
         if self.kind == "stream":
             return str(self.content["text"])
         if self.kind in ("display_data", "update_display_data"):
@@ -63,7 +63,7 @@ class Arrival:
 
 @dataclass
 class Cell:
-    """A cell that was sent; when it has ended, ``seconds`` until its reply and the kernel's "idle" were both here."""
+    """A cell that was sent; after its end, ``seconds`` until both its reply and the kernel's "idle" had arrived."""
 
     name: str
     sent_at: float
@@ -83,11 +83,11 @@ class Cell:
 
     @property
     def wire_bytes(self) -> int:
-        """The content of all its messages as JSON, escapes and repetitions included."""
+        """The size of all its messages' content as JSON, escapes and repetitions included."""
         return sum(len(arrival.body) for arrival in self.arrivals)
 
     def shown(self) -> str:
-        """The text that stands below the cell at the end; each display begins a line and ends it."""
+        """Return the text of the cell's output at the end; each display is on lines of its own."""
         texts: list[str] = []
         displays: dict[str, int] = {}
         will_clear = False
@@ -105,7 +105,7 @@ class Cell:
         return "".join(texts)
 
     def text_by_arrival(self) -> Iterator[tuple[str, float]]:
-        """All text in whole lines, with the time at which it was there; what was sent twice comes twice."""
+        """Yield all text in whole lines, with its time of arrival; text that was sent twice is yielded twice."""
         unfinished: dict[str, str] = {}
         for arrival in self.arrivals:
             if arrival.kind == "stream":
@@ -120,13 +120,13 @@ class Cell:
 
 
 class KernelError(Exception):
-    """A cell failed, or did not end in time."""
+    """Error of a cell that failed, or that did not end in time."""
 
 
 class Kernel:
-    """One kernel of the notebook in ``folder``, with nobody's configuration; close it. Every wait has a deadline.
+    """A kernel of the notebook in ``folder``, without user configuration; close it. Every wait has a deadline.
 
-    ``wrapper`` is a command that runs the kernel's own, and ``transport`` "tcp", as front ends have it, or "ipc".
+    ``wrapper`` is a command that runs the kernel's command. ``transport`` is "tcp", as in front ends, or "ipc".
     """
 
     def __init__(self, folder: Path, *, wrapper: tuple[str, ...] = (), transport: str = "tcp") -> None:
@@ -140,7 +140,7 @@ class Kernel:
         own = {
             "PATH": programs,
             "IPYTHONDIR": str(folder / "ipython"),
-            "DETRAIN_NB_NOTEBOOK": str(folder / "notebook.ipynb"),  # not as a server says it: lines would be paced
+            "DETRAIN_NB_NOTEBOOK": str(folder / "notebook.ipynb"),  # unlike a server's variable, it does not pace lines
         }
         with open(folder / "kernel.log", "ab") as log:
             self._manager.start_kernel(cwd=str(folder), env={**kept, **own}, stdout=log, stderr=log)
@@ -160,7 +160,7 @@ class Kernel:
             self._poller.register(socket, zmq.POLLIN)
 
     def run(self, code: str, *, timeout_s: float = 120.0) -> Cell:
-        """Run a cell to its end. Raises: KernelError when it fails, or does not end in time."""
+        """Run a cell to its end. Raises: KernelError if it fails, or does not end in time."""
         cell = self.send(code)
         if not self.watch(cell, timeout_s=timeout_s):
             raise KernelError(f"{cell.name} did not end within {timeout_s:g} s")
@@ -169,16 +169,16 @@ class Kernel:
         return cell
 
     def send(self, code: str) -> Cell:
-        """Begin a cell."""
+        """Send a cell without waiting."""
         cell = Cell(_name(code), time.time())
         self._sent = time.perf_counter()
         cell.message_id = self._front.execute(code, allow_stdin=False)
         return cell
 
     def watch(self, cell: Cell, *, until: Callable[[], bool] | None = None, timeout_s: float) -> bool:
-        """Take what comes of the cell that was sent last until it has ended, or ``until()``; False: not in time.
+        """Receive messages of the last cell until it has ended or ``until()`` is true; returns False after the timeout.
 
-        Raises: KernelError when the kernel dies.
+        Raises: KernelError if the kernel dies.
         """
         deadline = time.perf_counter() + timeout_s
         look_ms = _OFTEN_MS if until else _LOOK_MS
@@ -195,17 +195,17 @@ class Kernel:
         return True
 
     def interrupt(self) -> None:
-        """What the stop button of a front end does."""
+        """Interrupt the kernel, as a front end's stop button does."""
         self._manager.interrupt_kernel()
 
     def kill(self, cell: Cell) -> None:
-        """End the kernel by SIGKILL while ``cell`` runs; what it had sent is still taken."""
+        """Kill the kernel with SIGKILL while ``cell`` runs; messages that it had sent are still received."""
         os.kill(self._pid, signal.SIGKILL)
         with contextlib.suppress(KernelError):
             self.watch(cell, timeout_s=_LAST_WORDS_LIMIT_S)
 
     def close(self) -> None:
-        """End the kernel, by force when it does not end by itself."""
+        """Stop the kernel, by force if it does not exit by itself."""
         self._front.stop_channels()
         self._manager.shutdown_kernel()
 
@@ -220,14 +220,14 @@ class Kernel:
         cell.is_idle = cell.is_idle or kind == "status" and json.loads(body)["execution_state"] == "idle"
 
     def _receive(self, socket: Any) -> tuple[str, str, bytes]:
-        """The type of a message, the id of the request it belongs to, and its content."""
+        """Receive a message: its type, the id of its request, and its content."""
         _, parts = self._front.session.feed_identities(socket.recv_multipart())
         header, parent = json.loads(parts[1]), json.loads(parts[2])
         return header["msg_type"], parent.get("msg_id", ""), parts[4]
 
 
 class _OneSpec(KernelSpecManager):
-    """The kernel of this Python, whatever kernels the user has registered."""
+    """Kernel spec of this Python, whatever kernels the user has registered."""
 
     def __init__(self, command: list[str]) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What is measured of a session, how much of it, and the goals."""
+"""The measurements of a session, their sizes, and the goals."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from report import ITSELF, Goal, Measure, median, p95, worst
 
-# What toolkits are held against.
+# Floors and comparisons.
 PLAIN, SOCKET, TORCHRUN = "plain cell", "one Unix socket", "torchrun"
 
 
@@ -45,7 +45,7 @@ QUICK = Sizes(
 
 
 def list_measures(sizes: Sizes) -> list[Measure]:
-    """The rows of the table; with small sizes they have no goals."""
+    """Return the rows of the table; small sizes have no goals."""
     ranks, most, megabytes = sizes.ranks, max(sizes.more_ranks), sizes.value_bytes >> 20
     few, many = sizes.start_ranks
     start_few, start_many = f"start_{few}_s", f"start_{many}_s"

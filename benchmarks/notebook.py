@@ -1,4 +1,4 @@
-"""A notebook with ranks, to do harm to: cells that hang on purpose, and what is left of the ranks afterwards."""
+"""A notebook with ranks for tests of faults: cells hang on purpose, and the surviving ranks are checked afterwards."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ _PID = "import os\nprint(f'pid {rank} {os.getpid()}')"
 
 
 class Notebook:
-    """A kernel and ranks of one toolkit, started when they are needed; close it.
+    """A kernel and ranks of one toolkit, started on first use; close it.
 
-    ``limit_s`` is how long anything may take, and ``settle_s`` how long ranks are left where a cell hangs.
+    ``limit_s`` limits every operation. ``settle_s`` is how long ranks are left hanging in a cell.
     """
 
     def __init__(self, kit: Toolkit, folder: Path, *, ranks: int, limit_s: float, settle_s: float) -> None:
@@ -48,14 +48,14 @@ class Notebook:
         return self._kernel
 
     def kill_kernel(self, cell: Cell) -> None:
-        """SIGKILL while ``cell`` runs. The notebook's next kernel has the toolkit loaded and no ranks."""
+        """Kill the kernel while ``cell`` runs. The notebook's next kernel has the toolkit loaded and no ranks."""
         self.kernel.kill(cell)
         self.kernel.close()
         self._kernel = None
         self._kernel = self.kit.open_kernel(self._kernel_folder)
 
     def close(self) -> None:
-        """End kernel and ranks and whatever else was started; the next use starts others."""
+        """Stop the kernel, the ranks and all other processes; the next use starts new ones."""
         kernel, self._kernel = self._kernel, None
         if kernel is not None:
             kernel.close()
@@ -64,13 +64,13 @@ class Notebook:
     # ---- cells on all ranks
 
     def run(self, code: str) -> Cell:
-        """Raises: KernelError when it fails."""
+        """Run a cell on all ranks. Raises: KernelError if it fails."""
         return self.kernel.run(self._on_all(code))
 
     def begin(self, code: str, *, settles: bool = True) -> Cell:
-        """Send a cell that will hang, and wait until all ranks have begun it and ``settle_s`` more have passed.
+        """Send a cell that will hang; wait until all ranks have begun it, and ``settle_s`` longer.
 
-        Raises: KernelError when a rank does not begin it, or it ends.
+        Raises: KernelError if a rank does not begin the cell, or if the cell ends.
         """
         self._begun = self._new_folder()
         self._begun.mkdir()
@@ -85,45 +85,45 @@ class Notebook:
         return cell
 
     def begun_at(self, rank: int) -> float:
-        """When a rank began the last of those cells, as ``time.time()``."""
+        """Return when a rank began the last of those cells, as ``time.time()``."""
         return (self._begun / str(rank)).stat().st_mtime
 
     def watch(self, cell: Cell, *, until: Callable[[], bool] | None = None, more_s: float = 0.0) -> bool:
-        """Take what comes until the cell has ended, or ``until()``; False: not within ``limit_s``, and ``more_s``."""
+        """Receive messages until the cell has ended, or ``until()``; returns False after ``limit_s`` and ``more_s``."""
         return self.kernel.watch(cell, until=until, timeout_s=self._limit_s + more_s)
 
     def stop(self, cell: Cell) -> bool:
-        """Press the stop button, and wait for the prompt; False when it does not come."""
+        """Press the stop button and wait for the prompt; returns False if the prompt does not return in time."""
         self.kernel.interrupt()
         return self.watch(cell)
 
-    # ---- what is left
+    # ---- the surviving ranks
 
     def reduce(self) -> Cell | None:
-        """A cell with an all_reduce; None unless all ranks met in it in time."""
+        """Run a cell with an all_reduce; returns None unless all ranks joined it in time."""
         cell = self._try(self._on_all(_REDUCE))
         return cell if cell and said(cell, "reduced") == dict.fromkeys(range(self.ranks), self.ranks) else None
 
     def have_kept(self, ranks: Iterable[int]) -> bool:
-        """Do ``ranks`` have their variables?"""
+        """Return whether ``ranks`` still have their variables."""
         wanted = list(ranks)
         on_some = self.kit.on_some.replace("{ranks}", ",".join(map(str, wanted)))
         cell = self._try(on_some.replace("{code}", _KEPT))
         return cell is not None and said(cell, "kept") == {rank: 1000 + rank for rank in wanted}
 
     def has_survived(self) -> bool:
-        """All ranks meet in a collective of the next cell, and have their variables."""
+        """Return whether all ranks join a collective in the next cell and still have their variables."""
         time.sleep(self.kit.rest_s)
         return self.reduce() is not None and self.have_kept(range(self.ranks))
 
     def pid_of(self, rank: int) -> int:
-        """The process in which the cells of a rank run, whatever namespace it is in."""
+        """Return the pid of a rank's interpreter, in whatever namespace it runs."""
         inner = said(self.run(_PID), "pid")[rank]
         names = {pid: _pids_of(pid) for pid in descendants(os.getpid())}
         return max((pid for pid in names if names[pid][-1:] == [inner]), key=lambda pid: len(names[pid]))
 
     def _try(self, code: str) -> Cell | None:
-        """Run a cell; None when it has not ended in time, and then it is stopped."""
+        """Run a cell; if it does not end in time, stop it and return None."""
         cell = self.kernel.send(code)
         if self.watch(cell):
             return cell
@@ -139,12 +139,12 @@ class Notebook:
 
 
 def said(cell: Cell, word: str) -> dict[int, int]:
-    """What ranks printed as ``word rank number``."""
+    """Return what ranks printed as ``word rank number``."""
     return {int(rank): int(number) for rank, number in re.findall(rf"\b{word} (\d+) (\d+)\b", cell.shown())}
 
 
 def _pids_of(pid: int) -> list[int]:
-    """The process's number in this namespace, and in each one below; empty when it is gone."""
+    """Return the pid of a process in this namespace and in each nested one; empty if the process has exited."""
     try:
         status = Path(f"/proc/{pid}/status").read_text(encoding="utf-8", errors="replace")
     except OSError:

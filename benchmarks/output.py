@@ -1,4 +1,4 @@
-"""Cells that print on one rank, and what of it arrived: when, how much, and whether anything is missing."""
+"""Cells that print on one rank, and their output as it arrived: when, how much, and whether anything is missing."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from collections import Counter
 from kernel import Cell
 
 LINE_BYTES = 60
-_DIGITS = LINE_BYTES - 1  # and the newline
-_WHOLE_LINE = re.compile(rf"^(?:\[[^]\n]*\] |\s*)(\d{{{_DIGITS}}})$", re.MULTILINE)  # after the name of its rank
+_DIGITS = LINE_BYTES - 1  # without the newline
+_WHOLE_LINE = re.compile(rf"^(?:\[[^]\n]*\] |\s*)(\d{{{_DIGITS}}})$", re.MULTILINE)  # preceded by the name of its rank
 _ANY_PIECE = re.compile(r"^.*\d{10}.*$", re.MULTILINE)
 
 
 def lone_prints(count: int) -> str:
-    """A cell that prints the time ``count`` times, one every 100 ms."""
+    """Return a cell that prints the time ``count`` times, one every 100 ms."""
     return f"import time\nfor _ in range({count}):\n    print(f'@{{time.time():.6f}}@')\n    time.sleep(0.1)"
 
 
 def print_latencies_ms(cell: Cell) -> list[float]:
-    """From each ``print`` to the first arrival of its text, by the one clock of this host."""
+    """Return the time from each ``print`` to the first arrival of its text, by the shared clock of this host."""
     arrived: dict[str, float] = {}
     for arrival in cell.arrivals:
         for printed_at in re.findall(r"@([\d.]+)@", arrival.text):
@@ -29,12 +29,12 @@ def print_latencies_ms(cell: Cell) -> list[float]:
 
 
 def flood(count: int) -> str:
-    """A cell that prints ``count`` numbered lines of ``LINE_BYTES`` bytes."""
+    """Return a cell that prints ``count`` numbered lines of ``LINE_BYTES`` bytes."""
     return f"for i in range({count}):\n    print(f'{{i:0{_DIGITS}d}}')"
 
 
 def seconds_until_all_there(cell: Cell) -> float:
-    """From sending the cell until the last line to come was there for the first time."""
+    """Return the time from sending the cell until the last of its lines first arrived."""
     seen: set[str] = set()
     last_at = cell.sent_at
     for text, at in cell.text_by_arrival():
@@ -46,7 +46,7 @@ def seconds_until_all_there(cell: Cell) -> float:
 
 
 def count_lost(cell: Cell, count: int) -> int:
-    """How many of the lines are not shown at the end: whole, once, in their place; and how many pieces are no line."""
+    """Count the lines that are not shown whole, once and in order at the end, and the pieces that are no whole line."""
     shown = cell.shown()
     numbers = [int(number) for number in _WHOLE_LINE.findall(shown)]
     times = Counter(numbers)

@@ -1,9 +1,9 @@
-"""How fast a model is over ranks, side by side with bare torch and DeTrain: one table, raw figures in results/.
+"""How fast a model over ranks is, side by side with plain torch and DeTrain: one table, raw figures in results/.
 
     python benchmarks/parallel.py [--quick] [--no-peers] [--results FOLDER]
 
-Real gloo ranks on the CPU, a thread each. What is compared alternates step by step in the same ranks, or, with
-DeTrain, start by start; every round has fresh ones.
+Real gloo ranks on the CPU, with one thread each. Compared variants alternate step by step in the same ranks, or, with
+DeTrain, start by start; every round starts new ranks.
 """
 
 from __future__ import annotations
@@ -22,26 +22,26 @@ from parallel_measures import DETRAIN, PARTS, QUICK, Sizes, list_measures, write
 
 from detrain_nb.node.system.processes import end_descendants
 
-# They import torch, which leaves files where temporary ones were before this benchmark has a folder for them.
+# They import torch, which would create temporary files before this benchmark has its own folder for them.
 _OURS, _DETRAINS = (str(Path(__file__).with_name(name)) for name in ("parallel_ranks.py", "parallel_peers.py"))
-_LIMIT_S = 600.0  # of one start
+_LIMIT_S = 600.0  # for one start
 _PEER_LIMIT_S = 200.0
 _END_LIMIT_S = 10.0
 _SHOWN_CHARS = 3000
 _ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "GLOO_SOCKET_IFNAME": "lo",
-    "TP_SOCKET_IFNAME": "lo",  # DeTrain's
+    "TP_SOCKET_IFNAME": "lo",  # for DeTrain
     "TORCH_CPP_LOG_LEVEL": "ERROR",
 }
 
 
 class RanksFailed(RuntimeError):
-    """With the traceback of the rank that failed first."""
+    """Error with the traceback of the rank that failed first."""
 
 
 class ParallelBenchmark(Benchmark[Sizes]):
-    """Steps of a pipeline, of parts of layers and of shards; cuts; the Trainer and its checkpoints."""
+    """Steps of a pipeline, of tensor parallel layers and of shards; cuts; the Trainer and its checkpoints."""
 
     name = "parallel"
     peers = ()
@@ -61,7 +61,7 @@ class ParallelBenchmark(Benchmark[Sizes]):
                     self._measure_detrain(turn)
 
     def _measure_detrain(self, turn: int) -> None:
-        """If it fails it is left out from then on."""
+        """Measure DeTrain. If it fails, it is left out from then on."""
         sizes = self._sizes
         for width in sizes.mlp_widths:
             for count in sizes.mlp_microbatches:
@@ -76,7 +76,7 @@ class ParallelBenchmark(Benchmark[Sizes]):
                     self.absent[DETRAIN] = f"failed in round {turn}: width {width}, {count} microbatches"
 
     def _measure(self, part: str, script: str, arguments: Sequence[str], ranks: int, limit_s: float) -> None:
-        """Add what fresh ranks measure."""
+        """Add the measurements of new ranks."""
         folder = self._begin(part)
         folder.mkdir()
         run_ranks([script, *arguments, str(folder)], ranks=ranks, folder=folder, limit_s=limit_s)
@@ -86,7 +86,7 @@ class ParallelBenchmark(Benchmark[Sizes]):
 
 
 def _why_no_detrain() -> str:
-    """What is missing; empty when DeTrain can be measured."""
+    """Return what is missing; empty if DeTrain can be measured."""
     name, _, wanted = DETRAIN.partition(" ")
     try:
         found = importlib.metadata.version(name.lower())
@@ -96,7 +96,7 @@ def _why_no_detrain() -> str:
 
 
 def run_ranks(command: Sequence[str], *, ranks: int, folder: Path, limit_s: float) -> None:
-    """Start torchrun in ``folder`` and wait for its end; what its ranks print goes to standard error here.
+    """Run torchrun in ``folder`` until it exits; the output of its ranks goes to standard error here.
 
     Raises: RanksFailed.
     """

@@ -1,4 +1,4 @@
-"""Where a model is cut: beside every other cut there is; and how long it takes to find out for a large one."""
+"""Where a model is cut, compared with every other legal cut; and how long the search takes for a large model."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from detrain_nb import parallel as par
 
 
 def measure_gpt(sizes: Sizes, turn: int, samples: Samples) -> None:
-    """Cut by what its parts cost on paper."""
+    """Compare cuts of a GPT, chosen by estimated costs."""
     torch.manual_seed(0)
     model = Gpt(sizes.gpt_width, sizes.gpt_layers, sizes.gpt_vocabulary, sizes.gpt_length)
     rows = sizes.microbatches
@@ -33,7 +33,7 @@ def measure_gpt(sizes: Sizes, turn: int, samples: Samples) -> None:
 
 
 def measure_resnet(sizes: Sizes, turn: int, samples: Samples) -> None:
-    """Cut by the times that its parts take."""
+    """Compare cuts of a ResNet, chosen by measured times."""
     torch.manual_seed(0)
     model = ResNet(sizes.channels)
     rows = sizes.picture_rows
@@ -53,15 +53,15 @@ def _enumerate_cuts(
     loss: Any,
     is_measured: bool,
 ) -> None:
-    """Every legal cut for real; then the quickest of them and the automatic one once more, in turns.
+    """Measure every legal cut; then measure the fastest and the automatic cut again, in turns.
 
-    The second time, because the least of many noisy medians is less than what that cut takes.
+    They are measured again because the minimum of many noisy medians is less than what that cut takes.
     """
     count = sizes.microbatches
     known = par.profile(model, x[: len(x) // count], measure=is_measured)
     cuts = list(known.cuts)
     chosen = [par.split(model, x[: len(x) // count], 2, profile_of_model=known).cuts[0]]
-    dist.broadcast_object_list(chosen)  # measured times are not the same on both ranks
+    dist.broadcast_object_list(chosen)  # measured times differ between the ranks
     (automatic,) = chosen
 
     def step_of(cut: str) -> Step:
@@ -93,7 +93,7 @@ def _enumerate_cuts(
 
 
 def measure_plan(sizes: Sizes, turn: int, samples: Samples) -> None:
-    """A model of 70 billion parameters profiled without its memory; many layers put on many unlike nodes."""
+    """Profile a model of 70 billion parameters without its memory; assign many layers to many unequal nodes."""
     before_kb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     began = time.perf_counter()
     with torch.device("meta"):

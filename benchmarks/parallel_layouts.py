@@ -1,4 +1,4 @@
-"""A pipeline, parts of layers, shards: a step of ours beside the same by hand, on bare torch."""
+"""A pipeline, tensor parallel layers, shards: our step next to the same step by hand, on plain torch."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from detrain_nb import parallel as par
 
 
 def measure_pipeline(sizes: Sizes, turn: int, samples: Samples) -> None:
-    """1F1B over two stages of as many layers."""
+    """Measure 1F1B over two stages with equally many layers."""
     x, y = draw(sizes.rows, sizes.width, seed=1), draw(sizes.rows, sizes.width, seed=2)
     half, common = sizes.layers // 2, {"loss": F.mse_loss, "count": sizes.microbatches}
     pipeline, gradients = our_pipeline(make_mlp(sizes.width, sizes.layers), x, y, cuts=[f"layers.{half}"], **common)
@@ -46,7 +46,7 @@ def measure_pipeline(sizes: Sizes, turn: int, samples: Samples) -> None:
 
 
 def measure_efficiency(sizes: Sizes, turn: int, samples: Samples) -> None:
-    """The same with more work, and beside it both ranks each doing everything: half of that would be ideal."""
+    """Measure the same with more work, and both ranks doing all of it: half of that time would be ideal."""
     x, y = draw(sizes.wide_rows, sizes.wide, seed=1), draw(sizes.wide_rows, sizes.wide, seed=2)
     half, count = sizes.layers // 2, sizes.microbatches
     common = {"loss": F.mse_loss, "count": count}
@@ -80,11 +80,11 @@ def measure_efficiency(sizes: Sizes, turn: int, samples: Samples) -> None:
     samples.add(IDEAL, "efficiency", count / (count + 1))
 
 
-# ---- parts of layers, and shards
+# ---- tensor parallel layers, and shards
 
 
 def measure_tensor(sizes: Sizes, turn: int, samples: Samples) -> None:
-    """Each block's first layer cut by its outputs, the second by its inputs."""
+    """Measure each block with its first layer cut by outputs and its second layer cut by inputs."""
     x, y = draw(sizes.rows, sizes.width, seed=1), draw(sizes.rows, sizes.width, seed=2)
     mesh = par.make_mesh(tp=2, device_type="cpu")
     common: dict[str, Any] = {"example_inputs": x, "loss": F.mse_loss, "device": "cpu"}
@@ -95,7 +95,7 @@ def measure_tensor(sizes: Sizes, turn: int, samples: Samples) -> None:
 
 
 def measure_shards(sizes: Sizes, turn: int, samples: Samples) -> None:
-    """FSDP2, a shard of each block and half the rows on each rank."""
+    """Measure FSDP2, with a shard of each block and half the rows on each rank."""
     rank, half = dist.get_rank(), sizes.rows // 2
     x, y = (draw(sizes.rows, sizes.width, seed=seed)[rank * half :][:half] for seed in (1, 2))
     common: dict[str, Any] = {"example_inputs": x, "loss": F.mse_loss, "device": "cpu"}
@@ -127,7 +127,7 @@ def _alternate_whole(
     runs = alternate(steps, sizes, cycles=sizes.cycles, turn=turn)
     add_runs(samples, key, runs)
     theirs = torch.tensor(runs[TORCH][1], dtype=torch.float64)
-    dist.all_reduce(theirs)  # by hand each rank has the loss of its own rows, or all have the same
+    dist.all_reduce(theirs)  # by hand, each rank has the loss of its own rows, or all have the same
     samples.add(US, f"{key}_apart", losses_apart(runs[US][1], (theirs / dist.get_world_size()).tolist()))
 
 
@@ -135,7 +135,7 @@ def _alternate_whole(
 
 
 def measure_mlp(sizes: Sizes, turn: int, samples: Samples) -> None:
-    """Two stages, cut by what they cost, and where it cuts them: ours and torch's; DeTrain is in parallel_peers.py."""
+    """Measure two stages, cut by costs or where DeTrain cuts: ours and torch's. DeTrain is in parallel_peers.py."""
     for width in sizes.mlp_widths:
         for count in sizes.mlp_microbatches:
             x, y = draw(sizes.mlp_rows, 784, seed=1), draw_tokens(sizes.mlp_rows, most=10, seed=2)

@@ -1,4 +1,4 @@
-"""What is measured of models over ranks, how much of it, and the goals."""
+"""The measurements of models over ranks, their sizes, and the goals."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from dataclasses import asdict, dataclass, replace
 
 from report import Goal, Measure, median, worst
 
-# What we are held against.
+# Floors and comparisons.
 TORCH, DETRAIN = "torch by hand", "DeTrain 0.2.6"
 LEGAL_CUTS, BEST_CUT, LOOP, WAITING = "legal cuts", "the best cut", "the loop by hand", "a save that waits"
 IDEAL, UNCHECKED = "1F1B's bound", "without digests"
-# What is measured by ranks of its own, and how many.
+# Parts that are measured by ranks of their own, and the number of ranks.
 PARTS = {
     "pipeline": 2,
     "tensor": 2,
@@ -29,16 +29,16 @@ PARTS = {
 
 @dataclass(frozen=True)
 class Sizes:
-    """How much is measured; a cycle is two steps of each."""
+    """How much is measured; a cycle is two steps of each variant."""
 
-    rounds: int = 3  # each with fresh processes
+    rounds: int = 3  # each with new processes
     cycles: int = 20
-    warm_up: int = 2  # cycles that are not counted
+    warm_up: int = 2  # cycles that do not count
     layers: int = 8
     width: int = 256
     rows: int = 512
     microbatches: int = 8
-    wide: int = 512  # of the model whose efficiency is shown
+    wide: int = 512  # of the model for efficiency
     wide_rows: int = 2048
     wide_cycles: int = 3
     mlp_widths: tuple[int, ...] = (512, 2048)
@@ -94,7 +94,7 @@ QUICK = Sizes(
 
 
 def write_sizes(sizes: Sizes) -> str:
-    """For a command line."""
+    """Write the sizes as an argument of a command line."""
     return json.dumps(asdict(sizes))
 
 
@@ -104,7 +104,7 @@ def read_sizes(text: str) -> Sizes:
 
 
 def list_measures(sizes: Sizes) -> list[Measure]:
-    """The rows of the table; with small sizes they have no goals."""
+    """Return the rows of the table; small sizes have no goals."""
     close, fast = Goal(1.03, is_of_comparison=True), Goal(5.0, is_of_comparison=True, is_more_better=True)
     near, thin, brief = (Goal(limit, is_of_comparison=True) for limit in (1.05, 1.02, 0.1))
     measures = []

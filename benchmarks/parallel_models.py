@@ -1,4 +1,4 @@
-"""The models of the parallel benchmark: small, with nothing in them that a library would have to know."""
+"""The models of the parallel benchmark: small, and without anything specific to a library."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 
 class Block(nn.Module):
-    """Up to four times the width, down again, and what came in added to it."""
+    """An MLP of four times the width with a residual connection."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -22,7 +22,7 @@ class Block(nn.Module):
 
 
 class ResidualMlp(nn.Module):
-    """Blocks, one after the other; a part of them is a model too, and a stage by hand."""
+    """A sequence of blocks; a part of it is a model too, and a stage when split by hand."""
 
     def __init__(self, layers: Iterable[nn.Module]) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ class ResidualMlp(nn.Module):
 
 
 class Attention(nn.Module):
-    """Causal, behind a norm, and what came in added to it; then a block."""
+    """Causal attention with a norm before it and a residual connection, followed by a block."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ class Attention(nn.Module):
 
 
 class Gpt(nn.Module):
-    """Its head costs as much as several of its layers."""
+    """A GPT whose head costs as much as several of its layers."""
 
     def __init__(self, width: int, layers: int, vocabulary: int, length: int) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ class Gpt(nn.Module):
 
 
 class Convolutions(nn.Module):
-    """Two of them with BatchNorm, and a skip."""
+    """Two convolutions with BatchNorm, and a skip connection."""
 
     def __init__(self, channels: int, wider: int, stride: int) -> None:
         super().__init__()
@@ -84,7 +84,7 @@ class Convolutions(nn.Module):
 
 
 class ResNet(nn.Module):
-    """Four times two blocks, each pair with twice the channels and half the size of the one before."""
+    """A ResNet of four pairs of blocks, each with twice the channels and half the size of the previous pair."""
 
     def __init__(self, channels: int, classes: int = 10) -> None:
         super().__init__()
@@ -110,10 +110,10 @@ class ResNet(nn.Module):
 
 
 def first_shard(width: int) -> nn.Sequential:
-    """The first stage of the MLP in DeTrain's example, of any width."""
+    """Return the first stage of the MLP in DeTrain's example, of any width."""
     return nn.Sequential(nn.Linear(784, width), nn.ReLU(), nn.Linear(width, width))
 
 
 def second_shard(width: int) -> nn.Sequential:
-    """The second one: classes of its output."""
+    """Return the second stage of that MLP, which returns the classes."""
     return nn.Sequential(nn.ReLU(), nn.Linear(width, 10))

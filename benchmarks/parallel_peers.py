@@ -1,9 +1,9 @@
-"""DeTrain's own pipeline, as its users run it: a master, two workers, its loop; the time of each of its steps.
+"""DeTrain's own pipeline, as its users run it: a master, two workers, its training loop; the time of each step.
 
     torchrun --standalone --nproc-per-node=3 parallel_peers.py SIZES WIDTH MICROBATCHES FOLDER
 
-A worker's shard is a module that the user writes; it gets references to tensors. Only the data are ours: they look at
-the clock whenever the loop asks for a batch. Nothing of DeTrain is changed.
+A worker's shard is a module that the user writes; its input is a reference to a tensor. Only the data set is ours: it
+records the time whenever the loop requests a batch. DeTrain is not modified.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _ARGUMENTS = sys.argv[1:]
 
 
 class _Shard(nn.Module):
-    """What DeTrain asks of a shard: a forward of references, and references to its parameters."""
+    """A shard as DeTrain requires it: its forward takes references, and it returns references to its parameters."""
 
     def __init__(self, device: str, layers: nn.Module) -> None:
         super().__init__()
@@ -58,11 +58,11 @@ class _Second(_Shard):
 
 
 class _Data:
-    """One batch, again and again; ``asked_at`` is when its loop came for each, which is when a step was over."""
+    """One batch, repeated; ``asked_at`` is when the loop requested each batch, that is, when a step was complete."""
 
     def __init__(self, batch: tuple[Tensor, Tensor], count: int) -> None:
         self._batch, self._count = batch, count
-        self.dataset = range(count * len(batch[0]))  # its loop asks how many samples there are
+        self.dataset = range(count * len(batch[0]))  # the loop reads the number of samples
         self.asked_at: list[float] = []
 
     def __len__(self) -> int:
@@ -86,7 +86,7 @@ def _measure(samples: Samples) -> None:
     layout = (sizes.mlp_rows // count, ["worker1", "worker2"], ["cpu", "cpu"], [_First, _Second])
     loss, epochs, rate = nn.CrossEntropyLoss(), 1, 0.01
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    sys.argv[1:] = []  # it reads the command line too
+    sys.argv[1:] = []  # it reads the command line, too
     with contextlib.redirect_stdout(sys.stderr):
         run_worker(rank, world_size, layout, data, evaluated, loss, torch.optim.SGD, epochs, len(batch[0]), rate)
     ends = data.asked_at[_WARM_UP:]

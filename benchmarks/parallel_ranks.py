@@ -1,8 +1,8 @@
-"""A rank of the parallel benchmark: it measures one part, and leaves what it has found in a folder.
+"""A rank of the parallel benchmark: it measures one part and writes the result to a folder.
 
     torchrun --standalone --nproc-per-node=2 parallel_ranks.py PART SIZES TURN FOLDER
 
-The first rank's times go to a file in the folder; an error goes there too, whoever has it.
+The first rank's times go to a file in the folder; so does the error of any rank.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ PARTS = {
 
 
 def run_rank(measure: Callable[[Samples], None], folder: Path) -> None:
-    """Write what the first rank measures, or what any fails with, to ``folder``."""
+    """Write the measurements of the first rank, or the error of any rank, to ``folder``."""
     rank = os.environ["RANK"]
     samples = Samples()
     try:
@@ -53,7 +53,7 @@ def run_rank(measure: Callable[[Samples], None], folder: Path) -> None:
         (folder / "samples.json").write_text(json.dumps(samples.by_name), encoding="utf-8")
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(0)  # a thread of gloo that lets go of a tensor while Python ends would abort it
+    os._exit(0)  # a gloo thread that releases a tensor while Python exits would abort it
 
 
 def _measure(samples: Samples) -> None:

@@ -1,4 +1,4 @@
-"""What the Trainer and its checkpoints cost beside a loop by hand, and beside a save that waits."""
+"""The cost of the Trainer and its checkpoints, next to a loop by hand and to a blocking save."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from detrain_nb.training import tensor_files
 
 
 class _InTurns:
-    """Training data that make steps of another loop between those of the Trainer: one, two of theirs, one, one, ..."""
+    """Training data that run steps of another loop between those of the Trainer: one, two of theirs, one, one, ..."""
 
     def __init__(self, batch: tuple[Tensor, Tensor], other: Callable[[], Any], warm_up: int) -> None:
         self._batch, self._other, self._warm_up = batch, other, warm_up
@@ -48,10 +48,10 @@ class _InTurns:
 
 
 def measure_trainer(sizes: Sizes, turn: int, samples: Samples) -> None:
-    """Its step, with all that it tells, beside the lines of docs/parallel.md: with clipping, without, and blind.
+    """Measure the Trainer's step, with all reports, next to the loop of docs/parallel.md: clipped, plain, and blind.
 
-    A loop without clipping that is as careful as the Trainer waits for the norm of all ranks before the optimizer's
-    step, so that none is taken with what is not a number; the blind one steps as soon as its own rank is done.
+    A loop without clipping that is as careful as the Trainer waits for the norm over all ranks before the optimizer's
+    step, so that it takes no step with a non-finite gradient. The blind one steps as soon as its own rank is done.
     """
     for key, clip, is_blind in (("trainer", 1.0, False), ("plain", None, False), ("blind", None, True)):
         x, y = draw(sizes.rows, sizes.width, seed=1), draw(sizes.rows, sizes.width, seed=2)
@@ -75,7 +75,7 @@ def measure_trainer(sizes: Sizes, turn: int, samples: Samples) -> None:
         trainer = training.Trainer(
             model,
             train=data,
-            steps=2 * (sizes.cycles + sizes.warm_up) + 1,  # the last one is not noted: nobody asks for a batch after it
+            steps=2 * (sizes.cycles + sizes.warm_up) + 1,  # the last is untimed: no batch is requested after it
             optimizer=partial(torch.optim.AdamW, lr=1e-3),
             clip=clip,
         )
@@ -85,7 +85,7 @@ def measure_trainer(sizes: Sizes, turn: int, samples: Samples) -> None:
 
 
 def measure_save(sizes: Sizes, turn: int, samples: Samples) -> None:
-    """A model with its AdamW, to a folder: until the call returns. They take turns, one at a time."""
+    """Measure saving a model and its AdamW to a folder, until the call returns. The two kinds alternate."""
     model, optimizer = _after_a_step(sizes)
     kinds = [True, False] if turn % 2 else [False, True]
     for number in range(-1, 2 * sizes.saves):
@@ -101,7 +101,7 @@ def measure_save(sizes: Sizes, turn: int, samples: Samples) -> None:
 
 
 def measure_digests(sizes: Sizes, turn: int, samples: Samples) -> None:
-    """The same, to a folder and back, which the system has in memory; and with no digest made, kept or compared."""
+    """Measure saving to a folder and loading, from the page cache; with digests, and without making or checking any."""
     model, optimizer = _after_a_step(sizes)
     with_and_without = [(US, "with"), (UNCHECKED, "without")]
     digests = tensor_files.digests
@@ -133,7 +133,7 @@ def _after_a_step(sizes: Sizes) -> tuple[torch.nn.Module, torch.optim.Optimizer]
 
 
 def _make_format_1(folder: Path) -> None:
-    """What is there without its digests, as it was saved before there were any."""
+    """Remove the digests of a checkpoint, so that it has the format from before there were any."""
     note_file = folder / "checkpoint.json"
     note = json.loads(note_file.read_bytes())
     index_file = folder / note["index"]

@@ -1,6 +1,6 @@
-"""Steps of what is compared, in turns in the same ranks: A B B A ..., A B C B C A ..., each between two barriers.
+"""Steps of the compared variants, in turns in the same ranks: A B B A ..., A B C B C A ..., each between two barriers.
 
-So a machine that drifts is unfair to nobody. Models, data and pipelines are the same for all that is measured.
+So a machine whose speed drifts affects all alike. Models, data and pipelines are the same for all variants.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 from detrain_nb import parallel as par
 
-Step = Callable[[], Tensor | None]  # the loss, where this rank has it
-Run = tuple[list[float], list[float]]  # seconds of each step, and losses of these and of those before them
+Step = Callable[[], Tensor | None]  # the loss, if this rank has it
+Run = tuple[list[float], list[float]]  # seconds of each counted step, and losses of all steps
 Name = TypeVar("Name")
 
 _CPU = torch.device("cpu")
 
 
 def timed(step: Callable[[], Any]) -> tuple[float, Any]:
-    """Seconds until all ranks have made a step that all began together. Collective: all ranks."""
+    """Return the seconds until all ranks, which begin together, have finished a step. Collective: all ranks."""
     dist.barrier()
     began = time.perf_counter()
     result = step()
@@ -37,7 +37,7 @@ def timed(step: Callable[[], Any]) -> tuple[float, Any]:
 
 
 def alternate(steps: Mapping[Name, Step], sizes: Sizes, *, cycles: int, turn: int) -> dict[Name, Run]:
-    """Each in its turn, another one first each time: what comes twice in a row has warm caches.
+    """Run all variants in turns with a rotating order, since a variant that runs twice in a row has warm caches.
 
     Collective: all ranks.
     """
@@ -55,7 +55,7 @@ def alternate(steps: Mapping[Name, Step], sizes: Sizes, *, cycles: int, turn: in
 
 
 def losses_apart(ours: Sequence[float], theirs: Sequence[float]) -> float:
-    """The largest difference, of the loss by hand, on any rank. Collective: all ranks."""
+    """Return the largest difference on any rank, relative to the loss by hand. Collective: all ranks."""
     if len(ours) != len(theirs):
         raise RuntimeError(f"{len(ours)} losses of ours, {len(theirs)} by hand")
     apart = torch.tensor(max((abs(our - their) / abs(their) for our, their in zip(ours, theirs)), default=0.0))
@@ -69,7 +69,7 @@ def add_runs(samples: Samples, key: str, runs: Mapping[str, Run]) -> None:
 
 
 def with_optimizer(parameters: Iterator[nn.Parameter] | Sequence[nn.Parameter], gradients: Step) -> Step:
-    """``gradients``, and what plain SGD makes of them."""
+    """Return a step of ``gradients`` followed by plain SGD."""
     optimizer = torch.optim.SGD(list(parameters), lr=0.01)
 
     def step() -> Tensor | None:
@@ -110,7 +110,7 @@ def our_pipeline(
 
 
 def hand_pipeline(parts: Sequence[nn.Module], x: Tensor, y: Tensor, *, loss: Any, count: int) -> tuple[nn.Module, Step]:
-    """With shapes that are known beforehand, and the loss divided instead of every gradient: as fast as torch is."""
+    """Build a pipeline with known shapes that divides the loss instead of each gradient: as fast as torch allows."""
     rank = dist.get_rank()
     piece = x[: len(x) // count]
     with torch.no_grad():

@@ -1,7 +1,7 @@
-"""How each toolkit is used from a notebook: the cells that start ranks, run code on them, move a value, come back.
+"""How each toolkit is used from a notebook: the cells that start ranks, run code on them, move a value, attach again.
 
-A peer is measured when it is installed (extra ``bench``). One that ends processes by name, or listens to other hosts,
-is measured only where it can have a process and a network namespace of its own.
+A peer is measured if it is installed (extra ``bench``). A peer that kills processes by name, or listens to other hosts,
+is measured only if it can have its own process and network namespace.
 """
 
 from __future__ import annotations
@@ -21,27 +21,27 @@ _ALL_REDUCE = "t = torch.ones(1)\ndist.all_reduce(t)\nprint(f'reduced {int(t)}')
 
 @dataclass(frozen=True)
 class Toolkit:
-    """Cells of a notebook; ``{n}``, ``{ranks}`` and ``{code}`` are filled in. An empty one: there is no such thing."""
+    """Cells of a notebook, with ``{n}``, ``{ranks}`` and ``{code}`` as placeholders. An empty cell is not supported."""
 
     name: str
     load: str
     start: tuple[str, ...]  # the last one runs {code} on all ranks, with a process group, `rank`, `torch` and `dist`
     on_all: str
-    on_first: str  # nothing that {code} prints is left out
+    on_first: str  # shows everything that {code} prints
     on_some: str  # on {ranks}: 0,1
     stop: str = ""
-    pull: str = ""  # the `x` of rank 0 becomes the notebook's `y`
-    push: str = ""  # the notebook's `y` becomes the `y` of rank 0
+    pull: str = ""  # copies `x` of rank 0 to the notebook's `y`
+    push: str = ""  # copies the notebook's `y` to `y` of rank 0
     push_all: str = ""
     value: str = "x = torch.ones({count})"  # float32
-    name_hung: str = ""  # from now on a cell says which rank the others wait for, after a second
-    attach: str = ""  # in a new kernel: takes the ranks over, and shows what the first rank's last cell has printed
+    name_hung: str = ""  # makes later cells show, after a second, the rank that the others wait for
+    attach: str = ""  # in a new kernel: attaches to the ranks and shows the output of the first rank's last cell
     attempts: int = 1  # how often the first cell is sent
-    rest_s: float = 0.0  # how long its user waits after a stop before the next cell
+    rest_s: float = 0.0  # how long a user waits after a stop before the next cell
     is_isolated: bool = False
 
     def open_kernel(self, folder: Path) -> Kernel:
-        """A kernel with the toolkit loaded and no ranks; in the same ``folder`` again, the same notebook's next one."""
+        """Open a kernel with the toolkit loaded and no ranks; with the same ``folder``, the notebook's next kernel."""
         folder.mkdir(exist_ok=True)
         wrapper, transport = ((*_NAMESPACES, *_WITH_LOOPBACK), "ipc") if self.is_isolated else ((), "tcp")
         kernel = Kernel(folder, wrapper=wrapper, transport=transport)
@@ -53,7 +53,7 @@ class Toolkit:
         return kernel
 
     def start_ranks(self, kernel: Kernel, ranks: int) -> float:
-        """Seconds until all ``ranks`` have done an all_reduce. Raises: KernelError when they do not get there."""
+        """Return the seconds until all ``ranks`` have done an all_reduce. Raises: KernelError if they fail."""
         *before, first = (cell.replace("{n}", str(ranks)).replace("{code}", _ALL_REDUCE) for cell in self.start)
         seconds = sum(kernel.run(cell).seconds for cell in before)
         for _ in range(self.attempts):
@@ -64,7 +64,7 @@ class Toolkit:
         raise KernelError(f"no all_reduce of {ranks} ranks in {self.attempts} attempts: {cell.shown()[-500:].strip()}")
 
     def why_not_here(self) -> str:
-        """What is missing on this machine; empty when the toolkit can be measured."""
+        """Return what is missing on this machine; empty if the toolkit can be measured."""
         if importlib.util.find_spec(self.name) is None:
             return "not installed"
         if self.is_isolated and not _has_namespaces():
@@ -113,9 +113,9 @@ dist.init_process_group("gloo", init_method=store, rank=rank, world_size={n})
     pull="y = connected[0].pull('x', block=True)",
     push="connected[0].push({'y': y}, block=True)",
     push_all="view.push({'y': y}, block=True)",
-    value="import numpy\nx = numpy.ones({count}, dtype='float32')",  # without a copy; a tensor takes twice as long
-    rest_s=2.0,  # its prompt is back before its ranks have stopped: a cell sent at once is lost on some of them
-    # It does not show again what was missed; its hub keeps it, and gives what there is whenever it is asked.
+    value="import numpy\nx = numpy.ones({count}, dtype='float32')",  # not copied; a tensor takes twice as long
+    rest_s=2.0,  # its prompt returns before its ranks have stopped: some lose a cell that is sent at once
+    # It does not replay missed output; its hub keeps the output and returns it on request.
     attach="""
 import time
 from ipyparallel.cluster import ClusterManager
@@ -134,8 +134,8 @@ while not is_over:
 """,
 )
 
-# It serves pickles to every host, and its shutdown ends whatever has "worker" in its command line. Its first cell after
-# the start is lost. It has no pull and no push.
+# It serves pickles to every host, and its shutdown kills every process with "worker" in its command line. Its first
+# cell after the start is lost. It has no pull and no push.
 NBDISTRIBUTED = Toolkit(
     name="nbdistributed",
     load="%load_ext nbdistributed",

@@ -1,4 +1,4 @@
-"""Samples become rows: one table for people, one file with everything else for later."""
+"""Samples become rows: one table for people, and one file with everything for later."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 US = "detrain_nb"
-ITSELF = "itself"  # as a floor: another figure of the same toolkit, from the same kernel
-NEVER = math.inf  # as a sample: not within the time that the measure gives it
-NO_SUCH_THING = math.nan  # as a sample: the toolkit does not have what would be timed
+ITSELF = "itself"  # as a floor: another figure of the same toolkit and kernel
+NEVER = math.inf  # as a sample: not within the measure's time limit
+NO_SUCH_THING = math.nan  # as a sample: the toolkit lacks the measured feature
 _PACKAGES = (
     "torch",
     "ipykernel",
@@ -33,7 +33,7 @@ _PACKAGES = (
 
 
 class Samples:
-    """What was measured: ``samples[who][what]`` in the order in which it was taken."""
+    """The measurements: ``samples[who][what]`` in the order in which they were taken."""
 
     def __init__(self) -> None:
         self.by_name: dict[str, dict[str, list[float]]] = {}
@@ -50,7 +50,7 @@ def median(values: Sequence[float]) -> float:
 
 
 def p95(values: Sequence[float]) -> float:
-    """The smallest value that at least 95 in 100 do not exceed."""
+    """Return the smallest value that at least 95 in 100 values do not exceed."""
     return sorted(values)[math.ceil(0.95 * len(values)) - 1]
 
 
@@ -59,13 +59,13 @@ def worst(values: Sequence[float]) -> float:
 
 
 def always(values: Sequence[float]) -> float:
-    """Of claims, 1 where one holds and 0 where not: do all hold?"""
+    """Return 1 if all claims (1 true, 0 false) hold."""
     return min(values)
 
 
 @dataclass(frozen=True)
 class Goal:
-    """A limit for our figure, or for what comparing it with the floor gives."""
+    """A limit for our figure, or for its comparison with the floor."""
 
     limit: float
     is_of_comparison: bool = False
@@ -77,7 +77,7 @@ class Goal:
 
 @dataclass(frozen=True)
 class Measure:
-    """A row: which samples, what is made of them, and what they are held against (``compare``: difference, ratio).
+    """A row: its samples, their statistic, and the floor that they are compared with (``compare``: difference, ratio).
 
     ``limit_s`` is when a sample becomes NEVER; a claim's figure is 1, yes, or 0, no.
     """
@@ -86,7 +86,7 @@ class Measure:
     title: str
     what: str
     statistic: Callable[[Sequence[float]], float] = median
-    floor: tuple[str, str] | None = None  # who, and what of theirs
+    floor: tuple[str, str] | None = None  # toolkit, and key of its samples
     compare: str = ""
     goal: Goal | None = None
     limit_s: float = 0.0
@@ -98,7 +98,7 @@ class Measure:
 
 @dataclass(frozen=True)
 class Row:
-    """A measure with its figures; None where nothing was measured. A peer's is its difference where ours is."""
+    """A measure with its figures; None if nothing was measured. A peer's figure is a difference if ours is."""
 
     measure: Measure
     ours: float | None
@@ -124,7 +124,7 @@ class Row:
 
 
 def fill_rows(measures: Sequence[Measure], samples: Samples, peers: Sequence[str]) -> list[Row]:
-    """The rows of the table."""
+    """Return the rows of the table."""
     rows = []
     for measure in measures:
         of_peers = {}
@@ -136,7 +136,7 @@ def fill_rows(measures: Sequence[Measure], samples: Samples, peers: Sequence[str
 
 
 def _figures(measure: Measure, samples: Samples, who: str) -> tuple[float | None, float | None, float | None]:
-    """The figure of a toolkit, of its floor, and what comparing them gives."""
+    """Return the figure of a toolkit, that of its floor, and their comparison."""
     values = samples.get(who, measure.what)
     value = measure.statistic(values) if values else None
     if measure.floor is None:
@@ -152,7 +152,7 @@ def _figures(measure: Measure, samples: Samples, who: str) -> tuple[float | None
 
 
 def format_table(rows: Sequence[Row], absent: dict[str, str]) -> str:
-    """The table, and below it which peers are not in it and why."""
+    """Return the table, followed by the peers that are missing from it and why."""
     peers = list(rows[0].peers)
     lines = [["", US, "held against", "", "compared", "goal", "met", *peers]]
     for row in rows:
@@ -170,7 +170,7 @@ def format_table(rows: Sequence[Row], absent: dict[str, str]) -> str:
                 *(_of_peer(row, name) for name in peers),
             ]
         )
-    # nothing is held against anything in some tables
+    # omit empty columns
     filled = [column for column in range(len(lines[0])) if any(line[column] for line in lines[1:])]
     lines = [[line[column] for column in filled] for line in lines]
     widths = [max(len(line[column]) for line in lines) for column in range(len(filled))]
@@ -213,7 +213,7 @@ def _number(figure: float | None) -> str:
 
 
 def describe_machine() -> dict[str, Any]:
-    """What figures of two runs differ by: processors, memory, system, versions."""
+    """Describe what may differ between two runs: processors, memory, system, versions."""
     versions = {}
     for name in (US, *_PACKAGES):
         try:
@@ -268,7 +268,7 @@ def write_results(
         },
     }
     text = json.dumps(result, indent=1, allow_nan=False)
-    text = re.sub(r"\[[^][{}]*\]", lambda match: " ".join(match[0].split()), text)  # a list, a line
+    text = re.sub(r"\[[^][{}]*\]", lambda match: " ".join(match[0].split()), text)  # put each list on one line
     path.write_text(text + "\n", encoding="utf-8")
     return path
 

@@ -2,8 +2,8 @@
 
     python benchmarks/session.py [--quick] [--no-peers] [--results FOLDER]
 
-Everything is driven through real kernels. Toolkits take turns, round by round, with only one of them running; what is
-compared most closely (a cell and a plain cell, a value and one socket, a start and torchrun's) alternates one by one.
+Everything is driven through real kernels. Toolkits take turns, round by round, and only one runs at a time; the closest
+comparisons (a cell and a plain cell, a value and one socket, a start and torchrun's) alternate one by one.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ class SessionBenchmark(Benchmark[Sizes]):
     # ---- start
 
     def _measure_starts(self, ranks: int) -> None:
-        """From the call, in a Python that runs, until every rank has done one all_reduce: ours and torchrun's.
+        """Measure from the call, in a running Python, until every rank has done one all_reduce: ours and torchrun's.
 
-        A restart is measured from the stop of the session before it.
+        A restart is measured from the stop of the previous session.
         """
         self._begin(f"start of {ranks} ranks")
-        _time_our_start(ranks)  # the first start of each reads files that no later one reads from the disk
+        _time_our_start(ranks)  # the first start of each reads files from disk that later ones find in memory
         time_torchrun(ranks)
         for _ in range(self._sizes.starts):
             self.samples.add(US, f"start_{ranks}_s", _time_our_start(ranks))
@@ -76,7 +76,7 @@ class SessionBenchmark(Benchmark[Sizes]):
         self.samples.add(kit.name, "noop_ms", *noop)
 
     def _measure_more_ranks(self, turn: int) -> None:
-        """Ranks without a process group: what a no-op cell costs more for each of them."""
+        """Measure ranks without a process group: the cost of a no-op cell for each additional rank."""
         added: dict[int, float] = {}
         noop_cell = DETRAIN_NB.on_all.replace("{code}", _NOOP)
         with self._kernel(DETRAIN_NB, f"round {turn}: more ranks") as kernel:
@@ -107,7 +107,7 @@ class SessionBenchmark(Benchmark[Sizes]):
         self.samples.add(who, "flood_wire", cell.wire_bytes / (count * LINE_BYTES))
 
     def _measure_values(self, kit: Toolkit, kernel: Kernel) -> None:
-        """Pull and push in turn with the same bytes over one socket; the first of each imports and is not counted."""
+        """Measure pull and push in turn with equal bytes over one socket; the first of each is a warm-up."""
         size_bytes = self._sizes.value_bytes
         kernel.run(kit.on_first.replace("{code}", kit.value.replace("{count}", str(size_bytes // 4))))
         one_socket = OneSocket(size_bytes)
@@ -142,7 +142,7 @@ def _time_our_restart(ranks: int) -> float:
 
 
 def _time_pairs(kernel: Kernel, noop_cell: str, count: int) -> tuple[list[float], list[float]]:
-    """Milliseconds of plain cells and of no-op cells, one after the other."""
+    """Return the milliseconds of plain and of no-op cells, which alternate."""
     plain, noop = [], []
     for repetition in range(-_WARM_UP, count):
         plain_s, noop_s = kernel.run(_NOOP).seconds, kernel.run(noop_cell).seconds

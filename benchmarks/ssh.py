@@ -1,9 +1,9 @@
-"""How fast a session on hosts over SSH is, beside what it cannot be faster than: one table, raw figures in results/.
+"""How fast a session on hosts over SSH is, next to its lower bounds: one table, raw figures in results/.
 
     python benchmarks/ssh.py [--quick] [--results FOLDER]
 
-The hosts are namespaces of this machine with real SSH servers (tests/testbed); needs root. What is compared
-alternates: a no-op cell there, one here and a ping; our start and torchrun's; a pull and `sftp get`.
+The hosts are namespaces of this machine with real SSH servers (tests/testbed); needs root. Comparisons alternate: a
+remote no-op cell, a local one and a ping; our start and torchrun's; a pull and `sftp get`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from detrain_nb.wire import Output
 _WARM_UP = 5
 _ALL_REDUCE = "t = torch.ones(1)\ndist.all_reduce(t)"
 _NOOP = DETRAIN_NB.on_all.replace("{code}", "pass")
-# One more channel of the session's own connection to each host; 64 bytes to all of them, and back from the slowest.
+# One more channel of the session's own connection to each host: 64 bytes to each, and back from the slowest.
 _OPEN_PING = """
 import json, time
 _session = get_ipython().find_line_magic("distributed").__self__.session
@@ -105,13 +105,11 @@ class SshBenchmark(Benchmark[Sizes]):
     # ---- start and attach
 
     def _measure_starts(self, hosts: Hosts) -> None:
-        """Until every rank has done one all_reduce: ours, and torchrun's on each host with the connect before it."""
+        """Measure until every rank has done one all_reduce: ours, and torchrun's on each host plus a connect."""
         sizes = self._sizes
         folder = self._begin("start")
         folder.mkdir()
-        _time_our_start(
-            hosts, sizes.ranks, folder
-        )  # the first one brings our code there, and what both read from the disk
+        _time_our_start(hosts, sizes.ranks, folder)  # the first one transfers our code, and both read files from disk
         hosts.time_torchrun(sizes.ranks)
         hosts.time_connect()
         for _ in range(sizes.starts):
@@ -122,7 +120,7 @@ class SshBenchmark(Benchmark[Sizes]):
             self.samples.add(TORCHRUN_AND_SSH, "start_s", torchrun_s + connect_s)
 
     def _measure_attach(self, hosts: Hosts) -> None:
-        """From ``Session.attach`` until every rank has run a cell; in the folder that it was started in."""
+        """Measure from ``Session.attach`` until every rank has run a cell, in the folder of the start."""
         folder, before = self._begin(f"attach to {hosts.count} hosts"), os.getcwd()
         folder.mkdir()
         os.chdir(folder)
@@ -147,7 +145,7 @@ class SshBenchmark(Benchmark[Sizes]):
 
     @contextmanager
     def _kernels(self, hosts: Hosts, part: str) -> Iterator[tuple[Kernel, Kernel]]:
-        """Two notebooks: with ranks on the hosts, and with as many here."""
+        """Open two notebooks: one with ranks on the hosts, one with as many ranks here."""
         folder, sizes = self._begin(part), self._sizes
         folder.mkdir()
         with _home_for(hosts, folder / "home"), closing(_open_notebook(folder / "far")) as far:
@@ -160,7 +158,7 @@ class SshBenchmark(Benchmark[Sizes]):
             far.run(DETRAIN_NB.stop)
 
     def _measure_noop(self, far: Kernel, here: Kernel, what: str) -> None:
-        """A cell there, a cell here, and what the link alone takes; the floor is the sum of the last two."""
+        """Measure a remote cell, a local cell, and the link alone; the floor is the sum of the last two."""
         far.run(_OPEN_PING)
         ping = _PING.replace("{count}", str(self._sizes.pings))
         for repetition in range(-_WARM_UP, self._sizes.cells):
@@ -175,7 +173,7 @@ class SshBenchmark(Benchmark[Sizes]):
     # ---- values
 
     def _measure_pull(self, hosts: Hosts) -> None:
-        """A tensor, and a file of as many bytes over a like connection; the first of each is not counted."""
+        """Measure a tensor, and a file of as many bytes over a similar connection; the first of each does not count."""
         folder, size_bytes = self._begin("pull"), self._sizes.value_bytes
         folder.mkdir()
         with (
@@ -196,7 +194,7 @@ class SshBenchmark(Benchmark[Sizes]):
     # ---- output
 
     def _measure_output(self, hosts: Hosts) -> None:
-        """One rank prints; what a front end would get is counted. Beside it a channel that brings as many zeros."""
+        """Count the output of a printing rank that a front end would get, next to a channel that sends equal bytes."""
         folder = self._begin("output")
         folder.mkdir()
         lines = self._sizes.flood_bytes // _LINE_BYTES
@@ -221,14 +219,14 @@ class SshBenchmark(Benchmark[Sizes]):
 
 
 def _open_notebook(folder: Path) -> Kernel:
-    """A kernel in a notebook's folder; what it writes there itself is not the user's, and need not be on the hosts."""
+    """Open a kernel in a notebook's folder; the kernel's own files in it are not sent to the hosts."""
     folder.mkdir()
     (folder / ".detrainignore").write_text("ipython/\nkernel.*\n", encoding="utf-8")
     return DETRAIN_NB.open_kernel(folder)
 
 
 class _Counter(CellObserver):
-    """Counts what a front end would show; the text is ASCII."""
+    """Counter of the text that a front end would show; the text is ASCII."""
 
     def __init__(self) -> None:
         self.size_bytes = 0
@@ -249,7 +247,7 @@ def _time_our_start(hosts: Hosts, ranks: int, folder: Path) -> float:
 
 @contextmanager
 def _home_for(hosts: Hosts, folder: Path) -> Iterator[None]:
-    """Kernels that are started in the block know the hosts from their user's ssh_config."""
+    """Give kernels that are started in the block a home whose ssh config has the hosts."""
     hosts.write_home(folder)
     before = os.environ.get("HOME")
     os.environ["HOME"] = str(folder)
@@ -263,7 +261,7 @@ def _home_for(hosts: Hosts, folder: Path) -> Iterator[None]:
 
 
 def _most_memory_bytes(pid: int) -> int:
-    """The most that a process ever had in memory."""
+    """Return the peak memory of a process."""
     for line in Path(f"/proc/{pid}/status").read_text().splitlines():
         if line.startswith("VmHWM:"):
             return int(line.split()[1]) * 1024

@@ -1,4 +1,4 @@
-"""How fast a session on hosts over SSH gets over faults: killed connections, a stop, a death, a lost node."""
+"""How fast a session on hosts over SSH recovers from faults: killed connections, a stop, a death, a lost node."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _REDUCE = "t = torch.ones(1)\ndist.all_reduce(t)\nt.item()"
 
 
 class _Arrivals(CellObserver):
-    """Notes when output of the second host's rank has come."""
+    """Times at which output of the second host's rank arrived."""
 
     def __init__(self) -> None:
         self.at: list[float] = []
@@ -36,7 +36,7 @@ class _Arrivals(CellObserver):
 
 
 def measure_faults(hosts: Hosts, folder: Path, add: Callable[[str, float], None]) -> None:
-    """One rank on each of two hosts; ``add`` gets each figure with its name."""
+    """Measure with one rank on each of two hosts; ``add`` gets each figure with its name."""
     with Session.start(1, nodes=hosts.nodes(2), device="cpu", folder=str(folder)) as session:
         _measure_connection(session, hosts, add)
         _measure_stop(session, add)
@@ -48,7 +48,7 @@ def measure_faults(hosts: Hosts, folder: Path, add: Callable[[str, float], None]
 
 
 def _measure_connection(session: Session, hosts: Hosts, add: Callable[[str, float], None]) -> None:
-    """How long nothing comes of a host whose SSH sessions are killed, and the lines that are lost or come twice."""
+    """Measure the output gap of a host whose SSH sessions are killed, and the lines that are lost or repeated."""
     arrivals = _Arrivals()
     with _acting(lambda: hosts.kill_sessions(1)):
         cell = session.run_cell(_COUNT, observer=arrivals).cell
@@ -58,7 +58,7 @@ def _measure_connection(session: Session, hosts: Hosts, add: Callable[[str, floa
 
 
 def _measure_stop(session: Session, add: Callable[[str, float], None]) -> None:
-    """From a stop until a cell has ended in which one host's rank waits for the other's."""
+    """Measure from a stop to the end of a cell in which one host's rank waits for the other's."""
     with _acting(lambda: os.kill(os.getpid(), signal.SIGINT)) as acted_at, contextlib.suppress(CellInterrupted):
         session.run_cell(_HUNG)
     add("far_stop_s", time.perf_counter() - acted_at[0])
@@ -66,7 +66,7 @@ def _measure_stop(session: Session, add: Callable[[str, float], None]) -> None:
 
 
 def _measure_death(session: Session, hosts: Hosts, add: Callable[[str, float], None]) -> None:
-    """From SIGKILL of the second host's rank until the cell has ended, and the next one on all ranks."""
+    """Measure from SIGKILL of the second host's rank to the end of the cell, and to the end of the next one."""
     victim = hosts.pid_of(1, session.status().ranks[1].pid)
     with _acting(lambda: os.kill(victim, signal.SIGKILL)) as acted_at:
         with contextlib.suppress(RankLost):
@@ -79,7 +79,7 @@ def _measure_death(session: Session, hosts: Hosts, add: Callable[[str, float], N
 
 @contextlib.contextmanager
 def _acting(act: Callable[[], object]) -> Iterator[list[float]]:
-    """Act a while after the block has begun; gives when that was."""
+    """Act some time after the block has begun; yields the time of the act."""
     acted_at: list[float] = []
 
     def run() -> None:

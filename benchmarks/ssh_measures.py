@@ -1,4 +1,4 @@
-"""What is measured of a session on hosts over SSH, how much of it, and the goals."""
+"""The measurements of a session on hosts over SSH, their sizes, and the goals."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from report import Goal, Measure, always, median, worst
 
-# What a session over SSH is held against.
+# Floors of a session over SSH.
 LOCAL_AND_LINK, TORCHRUN_AND_SSH, CHANNEL, SFTP = "local + link", "torchrun + ssh", "one SSH channel", "sftp get"
 
 DELAY_MS = 20  # each way, of the slow link
@@ -17,17 +17,17 @@ class Sizes:
     """How much is measured."""
 
     hosts: int = 2
-    ranks: int = 2  # on each
+    ranks: int = 2  # on each host
     rounds: int = 3
     rounds_far: int = 2
-    cells: int = 40  # no-op cells there and here in turn, in each round
-    pings: int = 5  # after each pair of them
+    cells: int = 40  # remote and local no-op cells in turn, in each round
+    pings: int = 5  # after each pair of cells
     starts: int = 5
     values: int = 5
     value_bytes: int = 64 << 20
     floods: int = 3
     flood_bytes: int = 300_000_000
-    attach_hosts: int = 16  # 0: left out
+    attach_hosts: int = 16  # 0: skipped
     attaches: int = 5
     fault_rounds: int = 5
 
@@ -49,7 +49,7 @@ QUICK = Sizes(
 
 
 def list_measures(sizes: Sizes) -> list[Measure]:
-    """The rows of the table; with small sizes they have no goals."""
+    """Return the rows of the table; small sizes have no goals."""
     where, megabytes, flood = f"{sizes.hosts} x {sizes.ranks} ranks", sizes.value_bytes >> 20, sizes.flood_bytes / 1e6
     noop_goal, start_goal = Goal(1.0, is_of_comparison=True), Goal(1.2, is_of_comparison=True)
     near, far = (LOCAL_AND_LINK, "noop_ms"), (LOCAL_AND_LINK, "noop_far_ms")

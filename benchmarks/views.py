@@ -1,4 +1,4 @@
-"""What live views cost, with a watch and without one, in turns; and how soon they answer and are drawn, and how large.
+"""The cost of live views, with and without a watch, in turns; how soon they respond and are drawn, and their size.
 
     python benchmarks/views.py [--quick] [--results FOLDER]
 
@@ -78,7 +78,7 @@ class Sizes:
     calls: int = 20_000
     lines: int = 100_000
     floods: int = 5
-    turns: int = 40  # of 64 tiles
+    turns: int = 40  # redraws of 64 tiles
     pipelines: int = 100
     lists: int = 20
 
@@ -87,12 +87,12 @@ QUICK = Sizes(pairs=1, block_s=2.0, calls=500, floods=1, turns=3, lists=1)
 
 
 def least(values: Sequence[float]) -> float:
-    """The smallest."""
+    """Return the smallest value."""
     return min(values)
 
 
 def list_measures(sizes: Sizes) -> list[Measure]:
-    """The rows of the table."""
+    """Return the rows of the table."""
 
     def cost(key: str, title: str, limit: float) -> Measure:
         goal = Goal(limit, is_of_comparison=True)
@@ -134,7 +134,7 @@ class ViewsBenchmark(Benchmark[Sizes]):
             agent = int(Path(runtime_folder(), session.name, PID_NAME).read_text())
             session.push({"folder": str(self._folder / "metrics")})
             session.run_cell(_DEFINED)
-            session.run_cell("train(1.0)")  # what is slow the first time
+            session.run_cell("train(1.0)")  # warm up
             for pair in range(self._sizes.pairs):
                 self._begin(f"pair {pair + 1}")
                 self._measure_pair(session, agent, begins_with_watch=pair % 2 == 0)
@@ -149,7 +149,7 @@ class ViewsBenchmark(Benchmark[Sizes]):
         self._measure_pages()
 
     def _measure_list(self) -> None:
-        """What the console's page gets: of files on a local disk, each of which has run."""
+        """Measure the list that the console's page gets: files on a local disk, each of which has run."""
         os.environ |= {"XDG_STATE_HOME": str(self._folder / "state"), "XDG_CACHE_HOME": str(self._folder / "cache")}
         _make_pipelines(self._folder / "pipelines", self._sizes.pipelines)
         for _ in range(self._sizes.lists):
@@ -162,7 +162,7 @@ class ViewsBenchmark(Benchmark[Sizes]):
             view.close()
 
     def _measure_settled(self) -> None:
-        """The largest of each kind, as bytes of JSON in the notebook's file."""
+        """Measure the largest plain form of each kind, as bytes of JSON in the notebook's file."""
         hosts = [Node(host=f"gpu{number}.example.org", user="alice") for number in range(128)]
         views: list[LiveView] = [
             BoardView(MadeSession(board_with_a_hang(count)))  # type: ignore[arg-type]
@@ -218,7 +218,7 @@ class ViewsBenchmark(Benchmark[Sizes]):
             self._add(US if is_watched else WITHOUT, "idle", before, _Used.now(agent))
 
     def _measure_asleep(self, session: Session, *, is_watched: bool) -> None:
-        """What looking at a rank takes from it, where it uses nothing itself."""
+        """Measure the processor time that watching costs a sleeping rank."""
         rank = session.status().ranks[0].pid
         worker = int(Path(f"/proc/{rank}/stat").read_text().rpartition(")")[2].split()[1])
         with ExitStack() as opened:
@@ -253,7 +253,7 @@ def _many_stages() -> PlanDescription:
 
 @dataclass(frozen=True)
 class _Used:
-    """Processor time until a moment."""
+    """Processor times up to a moment."""
 
     agent_s: float
     kernel_s: float
@@ -265,7 +265,7 @@ class _Used:
 
 
 def _used_s(pid: int) -> float:
-    """Processor time of all threads of a process."""
+    """Return the processor time of all threads of a process."""
     threads = Path(f"/proc/{pid}/task").iterdir()
     return sum(int((thread / "schedstat").read_text().split()[0]) for thread in threads) / 1e9
 

@@ -1,4 +1,4 @@
-"""Live views in JupyterLab: how soon a button is answered under a flood of output, and 64 tiles are drawn."""
+"""Live views in JupyterLab: how soon a button responds under a flood of output, and how soon 64 tiles are drawn."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.lab.window import Window, running_browser
 _LIMIT_S = 300.0
 _MADE = Path(__file__).resolve().parents[1] / "tests/widgets"
 _START = "%load_ext detrain_nb\n%distributed start -n 2"
-# The kernel refuses it, and the page shows why: there and back, and nothing is done.
+# The kernel refuses the request and the page shows why: a round trip without any action.
 _PRESS = """async cell => {
   const form = cells()[cell].querySelector('.dt .asked'), field = form.querySelector('input');
   const press = form.querySelector('button'), said = form.querySelector('[role=alert]');
@@ -44,7 +44,7 @@ for turn in range({turns}):
     view.show(replace(board, ranks=tuple(ranks)))
     time.sleep(0.5)
 """
-# From the kernel's clock to the page's: they are those of one machine. A turn counts when all its tiles are painted.
+# From the kernel's clock to the page's, which are the same on one machine. A turn counts once all tiles are painted.
 _WATCH = """cell => {
   const board = cells()[cell].querySelector('.dt');
   window.drawn_ms = [];
@@ -75,7 +75,7 @@ class Pages:
         self._window = window
 
     def press_buttons(self, *, lines: int, floods: int) -> list[float]:
-        """Milliseconds until the board's refusal is shown, while two ranks print ``lines`` in all, again and again."""
+        """Return the milliseconds until the board shows its refusal, while two ranks print ``lines``, repeatedly."""
         flood = f"%%distributed\nfor line in range({lines // 2}):\n    print('line', line, 'of rank', rank, '.' * 40)"
         took_ms = []
         with self._notebook("buttons", _START, "%distributed board", flood) as nb:
@@ -88,7 +88,7 @@ class Pages:
         return took_ms
 
     def draw_tiles(self, *, turns: int) -> list[float]:
-        """Milliseconds from telling a view of 64 ranks something new of each until the page has painted it."""
+        """Return the milliseconds from updating all 64 ranks of a view until the page has painted them."""
         with self._notebook("tiles", _TILES, _TURN.format(turns=turns)) as nb:
             nb.run(0)
             nb.cell(0).get_by_role("radio", name="Tiles").click()
