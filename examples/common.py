@@ -1,4 +1,4 @@
-"""What the examples share: DeTrain's arguments, the process group, FashionMNIST, a training that ends in one file."""
+"""What the examples share: DeTrain's arguments, the process group, FashionMNIST, a training that saves one file."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ FOLDER = Path("/usr/share/datasets/fashion-mnist")  # Debian's dataset-fashion-m
 
 
 class Parser(argparse.ArgumentParser):
-    """Those that every example takes, as DeTrain has them; ``get_args`` checks them against the processes there are."""
+    """Arguments of every example, as in DeTrain; ``get_args`` checks them against the number of processes."""
 
     def __init__(self, description: str | None) -> None:
         super().__init__(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
         self.add_argument("--epochs", type=_count, default=3)
         self.add_argument("--batch_size", type=_count, default=10, help="on each replica of the model")
         self.add_argument("--split_size", type=_count, default=2, help="microbatches that a pipeline cuts a batch into")
-        # torchrun takes --log for an abbreviation of its own, unless `--` stands before main.py.
+        # torchrun takes --log for an abbreviation of its own option, unless `--` precedes main.py.
         self.add_argument("--report", "--log", type=_count, default=100, metavar="STEPS", help="when the loss is shown")
         self.add_argument("--lr", type=float, default=1e-3)
         self.add_argument("--gpu", help="0_1_1: the first process, the master, on the CPU, and two on GPUs")
@@ -44,7 +44,7 @@ class Parser(argparse.ArgumentParser):
         self.add_argument("--samples", type=_count, help="take so many to train and to test, at most")
 
     def get_args(self, *, has_master: bool = False) -> argparse.Namespace:
-        """Return the arguments, with ``rank``, ``device`` and, of a pipeline with 3 processes or more, the master."""
+        """Return the arguments, with ``rank``, ``device`` and, for a pipeline of 3 processes or more, the master."""
         args = self.parse_args()
         args.rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
         if world_size < 2:
@@ -59,7 +59,7 @@ class Parser(argparse.ArgumentParser):
     def _device_type(self, args: argparse.Namespace, world_size: int) -> str:
         entries = args.gpu.split("_") if args.gpu else ["0"] * world_size
         if len(entries) == world_size + 1 and not args.has_master:
-            entries = entries[1:]  # DeTrain's commands name a master for those examples too that have none
+            entries = entries[1:]  # DeTrain's commands name a master even for examples without one
         if len(entries) != world_size or not set(entries) <= {"0", "1"}:
             self.error(
                 f"--gpu={args.gpu}: give 0 or 1 for each of {world_size} processes, as {'_'.join('0' * world_size)}"
@@ -76,7 +76,7 @@ class Parser(argparse.ArgumentParser):
         return f"cuda:{here[:local_rank].count('1')}" if entries[args.rank] == "1" else "cpu"
 
     def error(self, message: str) -> NoReturn:
-        """One process of each machine says it. The others leave as if all were well: a failure ends those beside it."""
+        """Print the error once per machine. The other processes exit with 0, since torchrun kills all if one fails."""
         sys.exit(f"error: {message}" if os.environ.get("LOCAL_RANK", "0") == "0" else 0)
 
 
@@ -91,12 +91,12 @@ def _count(text: str) -> int:
 
 @contextlib.contextmanager
 def process_group(args: argparse.Namespace) -> Iterator[None]:
-    """The group of all processes. The master waits in it for as long as the others train."""
+    """Create the group of all processes. The master waits in it while the others train."""
     backend = "cpu:gloo,cuda:nccl" if args.device.type == "cuda" else "gloo"
     dist.init_process_group(backend, timeout=timedelta(days=7))
     try:
         yield
-        dist.barrier()  # gloo's threads let go of the last tensors: one that does so while Python exits aborts it
+        dist.barrier()  # a gloo thread that releases a tensor while Python exits would abort it
     except DetrainError as exc:
         sys.exit(f"error: rank {args.rank}: {exc}")
     finally:
@@ -104,9 +104,9 @@ def process_group(args: argparse.Namespace) -> Iterator[None]:
 
 
 def pipeline_mesh(args: argparse.Namespace) -> DeviceMesh:
-    """Every process is a stage, but for the master: alone on a mesh of its own, it has the whole model."""
+    """Make every process a stage except the master, which has the whole model, alone on a mesh of its own."""
     stages = list(range(int(args.has_master), dist.get_world_size()))
-    is_on_gpus = args.gpu and args.gpu.endswith("1") and not args.is_master  # which may have none, and is no part of it
+    is_on_gpus = args.gpu and args.gpu.endswith("1") and not args.is_master  # the master may have no GPU
     device_type = "cuda" if is_on_gpus else "cpu"
     pipeline = DeviceMesh(device_type, stages, mesh_dim_names=("pp",))
     if not args.has_master:
@@ -119,7 +119,7 @@ def pipeline_mesh(args: argparse.Namespace) -> DeviceMesh:
 
 
 def fashion_mnist(samples: int | None = None) -> tuple[TensorDataset, TensorDataset]:
-    """Images (N x 1 x 28 x 28, 0 to 1) and classes (N), to train and to test; where there are none, digits."""
+    """Return images (N x 1 x 28 x 28, 0 to 1) and classes (N), to train and to test; without FashionMNIST, digits."""
     if FOLDER.exists():
         train, test = _read("train"), _read("t10k")
     else:
@@ -144,14 +144,14 @@ def _read(part: str) -> tuple[Tensor, Tensor]:
 
 
 class TokenLoss(nn.CrossEntropyLoss):
-    """Cross entropy over every token of a batch, where the target does not say -100."""
+    """Cross entropy over every token of a batch whose target is not -100."""
 
     def forward(self, logits: Tensor, target: Tensor) -> Tensor:
         return super().forward(logits.flatten(0, 1), target.flatten())
 
 
 class Report(training.Callback):
-    """Shows the loss every ``steps`` steps, and each evaluation; both are of all samples on all ranks."""
+    """Report of the loss every ``steps`` steps, and of each evaluation; both are of all samples on all ranks."""
 
     def __init__(self, steps: int) -> None:
         self.steps = steps
@@ -166,7 +166,7 @@ class Report(training.Callback):
 
 
 def train(model: par.ParallelModel, data: tuple[TensorDataset, TensorDataset], args: argparse.Namespace) -> None:
-    """Train for ``args.epochs``, with an evaluation after each, and save. Collective: all processes, the master too."""
+    """Train for ``args.epochs``, evaluate after each, and save. Collective: all processes, including the master."""
     scores: dict[str, float] = {}
     if not args.is_master:
         trainer = training.Trainer(
@@ -186,14 +186,14 @@ def train(model: par.ParallelModel, data: tuple[TensorDataset, TensorDataset], a
 
 
 def save(model: par.ParallelModel, scores: dict[str, float], args: argparse.Namespace) -> None:
-    """Write the whole model to one file, which a plain ``load_state_dict`` takes. Collective: all processes."""
+    """Write the whole model to one file for a plain ``load_state_dict``. Collective: all processes."""
     [file] = training.export_safetensors(f"{args.model_name}.safetensors", model)
     if args.rank == 0:
         print(f"saved {file}: test {_tell(scores)}", flush=True)
 
 
 def _bring_to_master(model: par.ParallelModel, scores: dict[str, float], args: argparse.Namespace) -> dict[str, float]:
-    """Put what the stages have learned into the master's whole model. Collective: all processes."""
+    """Copy the trained stages into the master's whole model. Collective: all processes."""
     own = {name: each.cpu() for module in model.modules for name, each in module.state_dict().items()}
     told: list[Any] | None = [None] * dist.get_world_size() if args.is_master else None
     dist.gather_object((own, scores), told)

@@ -1,4 +1,4 @@
-"""A block of a transformer, for the examples with sequences; nothing in it speaks of ranks."""
+"""A transformer block for the examples with sequences; it is plain torch, without any code for ranks."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 
 class Attention(nn.Module):
-    """Of several heads; ``is_causal``: no token sees a later one."""
+    """Attention with several heads; with ``is_causal``, no token attends to a later one."""
 
     def __init__(self, width: int, heads: int, *, is_causal: bool) -> None:
         super().__init__()
@@ -24,7 +24,7 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and two layers for each token, with a way around both."""
+    """Attention and a two-layer MLP for each token, each with a residual connection."""
 
     def __init__(self, width: int, heads: int, *, is_causal: bool = False) -> None:
         super().__init__()

@@ -1,7 +1,7 @@
-"""A small BERT learns to fill in words of the Python language reference, which every Python brings along.
+"""A small BERT learns to fill in words of the Python language reference, which is part of every Python.
 
-Replicas hold shards of it (FSDP), or each replica is a pipeline of --pp stages, or both at once. With --checkpoint a
-run that was ended goes on where it was. At the end there is a folder that transformers' from_pretrained takes.
+The ranks are replicas with shards of the model (FSDP), or a pipeline of --pp stages, or both. With --checkpoint, an
+interrupted run continues from its last checkpoint. The result is a folder for transformers' from_pretrained.
 
 torchrun --nproc_per_node=2 main.py
 torchrun --nproc_per_node=2 main.py --pp=2 --checkpoint=checkpoints
@@ -46,7 +46,7 @@ def make_model() -> BertForMaskedLM:
 
 
 def make_words() -> Tensor:
-    """The text in rows of ``LENGTH`` words, each as its number in the vocabulary."""
+    """Return the text in rows of ``LENGTH`` words, each as its number in the vocabulary."""
     words = re.findall(r"\w+|[^\w\s]", " ".join(topics[name] for name in sorted(topics)).lower())
     known = ["[UNK]", "[MASK]", *(word for word, _ in Counter(words).most_common(VOCABULARY - 2))]
     number = {word: index for index, word in enumerate(known)}
@@ -55,7 +55,7 @@ def make_words() -> Tensor:
 
 
 def hide(rows: Tensor, seed: int) -> TensorDataset:
-    """Of 15 % of the words: 8 in 10 become [MASK], 1 any word, 1 stays. The targets are these words alone."""
+    """Select 15 % of the words: 8 in 10 become [MASK], 1 any word, 1 stays. Only these words are targets."""
     generator = torch.Generator().manual_seed(seed)
     chance, kind = (torch.rand(rows.shape, generator=generator) for _ in range(2))
     is_hidden = (chance < 0.15) & (rows != UNKNOWN)
@@ -65,14 +65,14 @@ def hide(rows: Tensor, seed: int) -> TensorDataset:
 
 
 class WordLoss(common.TokenLoss):
-    """Of what transformers' models give."""
+    """Token loss of the outputs of transformers' models."""
 
     def forward(self, output: Any, target: Tensor) -> Tensor:
         return super().forward(output.logits, target)
 
 
 class BertTrainer(training.Trainer):
-    """Its accuracy is that of the hidden words."""
+    """Trainer whose accuracy is that of the hidden words."""
 
     def score(self, output: Any, target: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
         return super().score(output.logits, target)

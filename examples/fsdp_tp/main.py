@@ -1,4 +1,6 @@
-"""Both at once: layers cut over two ranks, and each part sharded over the replicas, which see other images each.
+"""Tensor parallelism and FSDP at once: layers are cut over two ranks, and each part is sharded over the replicas.
+
+Each replica trains on other images.
 
 torchrun --nproc_per_node=4 main.py --gpu=0_0_0_0 --epochs=2 --batch_size=20 --lr=0.001 --model_name=m
 """

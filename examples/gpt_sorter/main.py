@@ -1,7 +1,7 @@
-"""A small GPT learns to sort digits: it reads six of them, and goes on with the same six in order.
+"""A small GPT learns to sort digits: it reads six of them, and continues with the same six in order.
 
-Its blocks are the stages of a pipeline over all ranks; a Trainer with a score of its own trains it. At the end rank 0
-reads the saved file and sorts some digits alone.
+Its blocks are the stages of a pipeline over all ranks, trained by a Trainer with its own score. At the end rank 0 reads
+the saved file and sorts some digits alone.
 
 torchrun --nproc_per_node=2 main.py
 """
@@ -26,7 +26,7 @@ DIGITS = 6
 
 
 class GPT(nn.Module):
-    """The digits so far in, for each of them ten numbers out: how likely each digit comes next."""
+    """Model that maps the digits so far to ten logits for each: how likely each digit comes next."""
 
     def __init__(self, width: int = 64, layers: int = 4) -> None:
         super().__init__()
@@ -46,17 +46,17 @@ def make_model() -> GPT:
 
 
 def make_data(samples: int) -> tuple[TensorDataset, TensorDataset]:
-    """Rows to train with, and 1,000 others to test: the digits, then sorted; the target is the next one of each."""
+    """Return rows to train with, and 1,000 others to test: digits, then the same sorted; targets are shifted by one."""
     numbers = torch.randperm(10**DIGITS, generator=torch.Generator().manual_seed(0))[: samples + 1000]
     digits = numbers[:, None] // 10 ** torch.arange(DIGITS) % 10
     rows = torch.cat([digits, digits.sort(1).values], 1)
     inputs, targets = rows[:, :-1], rows[:, 1:].clone()
-    targets[:, : DIGITS - 1] = -100  # the next digit of the question cannot be predicted
+    targets[:, : DIGITS - 1] = -100  # the digits to sort cannot be predicted
     return TensorDataset(inputs[1000:], targets[1000:]), TensorDataset(inputs[:1000], targets[:1000])
 
 
 class SortTrainer(training.Trainer):
-    """Counts what is sorted as a whole."""
+    """Trainer whose score is the share of completely sorted rows."""
 
     def score(self, output: Tensor, target: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
         is_right = (output.argmax(-1) == target) | (target == -100)
@@ -64,7 +64,7 @@ class SortTrainer(training.Trainer):
 
 
 def sort(model: GPT, digits: list[int]) -> list[int]:
-    """Ask for one digit after the other, each time with all that were there before."""
+    """Generate one digit after another, each from all digits before it."""
     with torch.no_grad():
         for _ in range(DIGITS):
             digits = [*digits, int(model(torch.tensor([digits]))[0, -1].argmax())]
@@ -102,7 +102,7 @@ def main() -> None:
             show_progress=False,
         )
         common.save(model, trainer.fit().evaluations[-1], args)
-    if args.rank == 0:  # without a process group: it is alone now
+    if args.rank == 0:  # the process group is closed: rank 0 is alone now
         alone = make_model()
         training.import_safetensors(f"{args.model_name}.safetensors", alone)
         digits = [3, 1, 4, 1, 5, 9]

@@ -1,4 +1,4 @@
-"""FashionMNIST in stages of a pipeline: what the ranks of the job `fashion.toml` run. What can be chosen stands there.
+"""FashionMNIST in stages of a pipeline: what the ranks of the job `fashion.toml` run. The settings are in that file.
 
 detrain-nb run fashion.toml
 """
@@ -24,7 +24,7 @@ def make_model() -> nn.Sequential:
 
 
 def read_images(url: str, part: str) -> TensorDataset:
-    """Images (N x 1 x 28 x 28, 0 to 1) and classes (N): ``train`` or ``t10k``; where there are none, digits."""
+    """Return images (N x 1 x 28 x 28, 0 to 1) and classes (N): ``train`` or ``t10k``; digits if ``url`` is missing."""
     folder = Path(url)
     if not folder.exists():
         return read_digits(part)
@@ -44,7 +44,7 @@ def read_digits(part: str) -> TensorDataset:
 
 
 class Report(training.Callback):
-    """Says the loss now and then, and each evaluation; the curves are in the metrics, which a Trainer logs."""
+    """Report of the loss at intervals, and of each evaluation; the Trainer logs the curves as metrics."""
 
     def __init__(self, steps: int) -> None:
         self.steps = steps

@@ -1,4 +1,4 @@
-"""A small network as a pipeline of two stages, and a master that has none.
+"""A small network as a pipeline of two stages, and a master that has no stage.
 
 torchrun --nproc_per_node=3 main.py --gpu=0_0_0 --epochs=2 --batch_size=40 --lr=0.001 --model_name=m
 """

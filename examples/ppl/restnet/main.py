@@ -1,4 +1,4 @@
-"""A small ResNet as a pipeline of two stages, cut where the slower of them is quickest, and a master that has none.
+"""A small ResNet as a pipeline of two stages, cut so that the slower stage is as fast as possible, and a master.
 
 torchrun --nproc_per_node=3 main.py --gpu=0_0_0 --epochs=2 --batch_size=40 --lr=0.001 --model_name=m
 """
@@ -18,7 +18,7 @@ from detrain_nb import parallel as par
 
 
 class Block(nn.Module):
-    """Two convolutions, and a way around them."""
+    """Two convolutions with a skip connection."""
 
     def __init__(self, channels_in: int, channels: int, stride: int) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""A small network whose layers are cut over all ranks: tensor parallel, the ten classes included.
+"""A small network whose layers, including the output of ten classes, are cut over all ranks: tensor parallelism.
 
 torchrun --nproc_per_node=2 main.py --gpu=0_0 --epochs=4 --batch_size=50 --lr=0.001 --model_name=m
 """

@@ -1,4 +1,4 @@
-"""A transformer that reads an image row by row: between its cut layers each rank has its part of the rows.
+"""A transformer that reads an image row by row: between its cut layers each rank has a part of the rows.
 
 torchrun --nproc_per_node=2 sequence_main.py --gpu=0_0 --epochs=4 --batch_size=50 --lr=0.001 --model_name=m
 """
@@ -19,7 +19,7 @@ from detrain_nb import parallel as par
 
 
 class RowReader(nn.Module):
-    """28 rows of 28 pixels in, ten classes out."""
+    """Model that maps 28 rows of 28 pixels to ten classes."""
 
     def __init__(self, width: int = 64) -> None:
         super().__init__()
