@@ -1139,7 +1139,7 @@ def test_what_a_new_connection_meets_is_told() -> None:
         threading.Timer(0.1, bad.leave).start()
         with pytest.raises(CellTimeout):
             session.run_cell("1", observer=eyes, timeout_s=4)
-        assert any("rank 1 keeps running (bad shows another key: ask who runs it)" in text for text in eyes.texts)
+        assert any("rank 1 continues (bad shows another key: ask who runs it)" in text for text in eyes.texts)
         session.detach()
 
 
