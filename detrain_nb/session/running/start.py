@@ -26,6 +26,7 @@ from ...launch import (
     threads_per_rank,
 )
 from ...plan import DEVICES, NodePlan, Plan, plan_nodes, plan_one_node
+from ...text import told_node
 from ...transport import Transport
 from ...wire import Attach, Attached, Launch, OpenStore, StartedCold, StoreOpened
 from ..output.safe_output import quote
@@ -362,15 +363,11 @@ def _what_runs(attached: Mapping[int, Attached], names: Sequence[str], *, world_
             raise SessionError(f"session {session!r} has not started its ranks; end it: %distributed stop {session}")
         device = _info(answer).get("device")
         if device not in DEVICES:
-            raise SessionError(
-                f"the agent of session {session!r} sent no rank layout; kill its process (pid {answer.pid})"
-            )
+            raise _without_layout(session, name, answer)
         nodes.append(NodePlan(tuple(answer.ranks), device, name))
     backend = _info(attached[0]).get("backend")
     if not isinstance(backend, str):
-        raise SessionError(
-            f"the agent of session {session!r} sent no rank layout; kill its process (pid {attached[0].pid})"
-        )
+        raise _without_layout(session, names[0], attached[0])
     if 0 not in nodes[0].ranks:
         raise SessionError(
             f"rank 0 of session {session!r} is not on the first node: give all nodes, in the order of its start"
@@ -388,6 +385,13 @@ def _what_runs(attached: Mapping[int, Attached], names: Sequence[str], *, world_
     if sorted(rank for node in nodes for rank in node.ranks) != list(range(plan.world_size)):
         raise SessionError(f"the agents of session {session!r} report inconsistent ranks: end them")
     return plan
+
+
+def _without_layout(session: str, node: str, answer: Attached) -> SessionError:
+    where = told_node(node)
+    return SessionError(
+        f"the agent of session {session!r} on {where} sent no rank layout; kill its process there (pid {answer.pid})"
+    )
 
 
 def _info(answer: Attached) -> dict[str, Any]:

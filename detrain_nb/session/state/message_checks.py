@@ -29,7 +29,13 @@ from .rank_owners import MOST_RANKS, RankOwners
 LONGEST_S = 1e10
 _BYTES = (0, 1 << 60)
 _RANGES: dict[type[Message], dict[str, tuple[float, float]]] = {
-    Attached: {"gpus": (0, 1 << 10), "cpus": (0, 1 << 20), "free_bytes": _BYTES, "generation": (0, 1 << 31)},
+    Attached: {
+        "pid": (1, 1 << 22),  # as far as Linux counts
+        "gpus": (0, 1 << 10),
+        "cpus": (0, 1 << 20),
+        "free_bytes": _BYTES,
+        "generation": (0, 1 << 31),
+    },
     Position: {"seconds": (0, LONGEST_S), "rss_bytes": _BYTES, "age_s": (-1, LONGEST_S)},
     RankEnded: {"signal": (0, 64), "exit_code": (-1, 255)},
 }
