@@ -566,6 +566,7 @@ def _assert_absent(session: Session, why: str = "") -> None:
 
 
 _ABSURD = [
+    {"pid": -1},  # errors advise to kill it
     {"gpus": 1 << 50},
     {"gpus": -1},
     {"cpus": -1},
@@ -1321,6 +1322,19 @@ def test_error_that_cannot_be_read_is_an_error_of_the_cell(pair: Pair) -> None:
     with pytest.raises(RankError, match="Timed out"):
         _run(pair, CellFailed(1, 0, 0.0, True, False, "X", f"Timed out waiting {'9' * 5000}ms", [], False))
     pair.assert_others_go_on()
+
+
+def test_error_of_a_rank_leaves_room_for_the_line_after_it(pair: Pair) -> None:
+    """It is cut and without colours: it can neither push out nor hide which ranks are still running."""
+    eyes = Eyes()
+    pair.good.answers[RunCell] = pair.good.answers[Locate] = lambda message: []
+    lie = CellFailed(1, 0, 0.0, True, False, "X", f"{'y' * 5000}\x1b[8m", [], False)
+    pair.bad.answers[RunCell] = lambda message: [replace(lie, cell=message.cell)]
+    with pytest.raises(DetrainError) as caught:
+        pair.session.run_cell("1", observer=eyes, timeout_s=1)
+    told = [text for text in [*eyes.texts, str(caught.value)] if "rank 1 failed with X: yyy" in text]
+    assert told
+    assert [text for text in told if "\x1b" in text or "y" * 100 in text] == []
 
 
 def test_text_that_cannot_be_encoded_is_shown_all_the_same(pair: Pair) -> None:

@@ -9,12 +9,14 @@ from ...errors import CellInterrupted, CellTimeout, RankLost, format_ranks
 from ...wire import Position, RunCell
 from ..diagnosis.diagnosis import HangWatch, describe_last, judge
 from ..diagnosis.stuck import StuckWatch
+from ..output.safe_output import one_line, without_colours
 from ..recovery.process_groups import describe_new_groups
 from ..state.cell import Cell
 from ..state.rank_deaths import advice, describe_ends
 from .core import Core
 
 _DID_NOT_FIT = "op.preamble.length"  # in the stderr of a rank: gloo names the lengths that it compared
+_MOST_ERRORS, _MOST_ERROR_CHARS = 3, 100  # of ranks that have failed, before text of ours
 _CHECK = "%distributed config check=on reports the mismatch before anything is sent"
 
 
@@ -145,9 +147,14 @@ class CellExecution:
 
 
 def _failures(cell: Cell) -> str:
-    """Describe the errors of ranks that have failed while others still run: often the reason for their wait."""
+    """Describe the errors of ranks that have failed while others still run: often the reason for their wait.
+
+    Text of ours follows on the same line: errors are cut, without colours, and at most three are described.
+    """
     failed: dict[str, list[int]] = {}
     for rank, error in cell.errors().items():
         if not error.interrupted:
-            failed.setdefault(next(iter(error.summary.splitlines()), "an unnamed error"), []).append(rank)
-    return "".join(f"; {format_ranks(ranks)} failed with {summary}" for summary, ranks in failed.items())
+            summary = next(iter(error.summary.splitlines()), "an unnamed error")
+            failed.setdefault(one_line(without_colours(summary), most_chars=_MOST_ERROR_CHARS), []).append(rank)
+    described = list(failed.items())[:_MOST_ERRORS]
+    return "".join(f"; {format_ranks(ranks)} failed with {summary}" for summary, ranks in described)
