@@ -719,7 +719,7 @@ def test_end_of_the_process_leaves_a_session_that_it_detached_from(other: OtherP
     other.run(_start(name, init=False))
     other.run("s.run_cell('x = rank')\ns.detach()")
     said = other.run("try: s.run_cell('1')\nexcept Exception as e: answer = str(e)")
-    assert said == f"session {name!r} has ended: start another one" or "was left" in said
+    assert said == f"session {name!r} has ended: start another one" or "has disconnected" in said
     other.leave()
     with Session.attach(name) as session:
         assert session.pull("x") == {0: 0, 1: 1}
