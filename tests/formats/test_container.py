@@ -163,7 +163,7 @@ def test_job_runs_once_beside_sshd_and_its_model_can_be_fetched(make_testbed: Ma
         first.start(
             *job, SSH_PUBKEY=f"{first.public_key}\n{_KEY}", DETRAIN_NB_VOLUME="/run/volume", SHELLOPTS="errexit"
         )
-        first.wait_for("the job has ended")
+        first.wait_for("exited with status 7")
         first.wait_for("Server listening")
         keys.add(testbed.output("h0", "cat /run/volume/.detrain_nb/host_key.pub"))
         begun.append("begun" in first.output)
